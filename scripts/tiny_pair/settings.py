@@ -1,0 +1,187 @@
+"""What the stages share: model shapes, sizes of each stage, the folders they write to."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+EOS_TOKEN = "<|endoftext|>"
+MASK_TOKEN = "<|mask|>"
+EOS_ID = 0
+MASK_ID = 1
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 2048
+ROPE_THETA = 10000.0
+MAX_BYTES = 8 * 2**20
+
+TARGET_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": EOS_ID,
+    "dtype": "bfloat16",
+    "eos_token_id": EOS_ID,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 448,
+    "layer_types": ["full_attention"] * 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "max_window_layers": 4,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": EOS_ID,
+    "rms_norm_eps": 1e-6,
+    # Readers of transformers 5 take rope_parameters, older ones rope_theta.
+    "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
+    "rope_theta": ROPE_THETA,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCAB_SIZE,
+}
+
+DRAFTER_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "block_size": 16,
+    "bos_token_id": EOS_ID,
+    "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]},
+    "dtype": "bfloat16",
+    "eos_token_id": EOS_ID,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "max_position_embeddings": MAX_POSITIONS,
+    "max_window_layers": 3,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "num_target_layers": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": ROPE_THETA,
+    "sliding_window": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": True,
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+@dataclass
+class TrainSettings:
+    """One training: AdamW, warm-up, then a cosine to `min_lr_ratio`.
+
+    `max_seconds` bounds the wall time: on a slow machine the schedule advances with the clock instead of the
+    steps, so that the learning rate still ends low. On a fast one the steps alone decide, and a run repeats.
+    """
+
+    steps: int
+    max_seconds: float
+    peak_lr: float
+    warmup_steps: int
+    weight_decay: float
+    eval_every: int
+    checkpoint_every: int
+    min_lr_ratio: float = 0.02
+    max_grad_norm: float = 1.0
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """Learning rate at `step`, `progress` in [0, 1] being the share of the training that is done."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        decayed = self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine
+        return self.peak_lr * min(1.0, (step + 1) / self.warmup_steps) * decayed
+
+
+@dataclass
+class Settings:
+    """All sizes of a run; the defaults are those of one H100 within about eight minutes."""
+
+    work: Path
+    out: Path
+    report: Path
+    device: str
+    seed: int
+    max_files: int | None = None
+    sequence_length: int = 2048
+    target_batch: int = 16
+    target: TrainSettings = field(
+        default_factory=lambda: TrainSettings(2500, 120.0, 2.5e-3, 150, 0.1, 125, 500),
+    )
+    # Generated sequences: a prompt, then the target's greedy continuation up to `generated_length`.
+    generated_length: int = 384
+    generation_batch: int = 2048
+    generation_batches: int = 30
+    generation_seconds: float = 75.0
+    drafter_batch: int = 64
+    anchors: int = 24
+    # Every `corpus_every`-th drafter step reads corpus text at the full sequence length instead.
+    corpus_every: int = 6
+    corpus_batch: int = 8
+    corpus_anchors: int = 96
+    loss_gamma: float = 7.0
+    drafter: TrainSettings = field(
+        default_factory=lambda: TrainSettings(12000, 230.0, 1.5e-3, 200, 0.05, 500, 2000),
+    )
+    eval_prompts: int = 60
+    eval_tokens: int = 128
+    exact_prompts: int = 6
+    min_accept_length: float = 2.5
+
+    @property
+    def target_dir(self) -> Path:
+        return self.out / "target"
+
+    @property
+    def drafter_dir(self) -> Path:
+        return self.out / "drafter"
+
+    def shrink_for_smoke(self) -> None:
+        """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
+        self.max_files = 30
+        self.sequence_length, self.target_batch = 256, 4
+        self.target = TrainSettings(20, 60.0, 3e-3, 4, 0.1, 10, 10)
+        self.generated_length, self.generation_batch, self.generation_batches = 96, 8, 3
+        self.drafter_batch, self.anchors = 4, 3
+        self.corpus_every, self.corpus_batch, self.corpus_anchors = 3, 1, 4
+        self.drafter = TrainSettings(20, 60.0, 2e-3, 4, 0.05, 10, 10)
+        self.eval_prompts, self.eval_tokens, self.exact_prompts = 4, 32, 2
+        self.min_accept_length = 1.0
+
+
+def step_generator(seed: int, stage: str, step: int, device: str) -> torch.Generator:
+    """Random numbers that depend on (seed, stage, step) only: a resumed run repeats an unbroken one."""
+    stage_number = ["target", "generate", "drafter"].index(stage)
+    return torch.Generator(device).manual_seed((seed * 8 + stage_number) * 1_000_000 + step)
+
+
+def save_checkpoint(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`, the weights in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rounded = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()
+    }
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    write_json(folder / "config.json", config)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

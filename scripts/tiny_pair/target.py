@@ -1,0 +1,123 @@
+"""Target stages: train the Qwen3 target on the corpus; let it continue corpus prompts for the drafter."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tiny_pair.loop import train
+from tiny_pair.settings import EOS_ID, TARGET_CONFIG, Settings, save_checkpoint, step_generator, write_json
+
+
+def run_training(settings: Settings) -> None:
+    """Train the target in float32 with bf16 autocast and write it, rounded to bf16, to `out/target`."""
+    torch.manual_seed(settings.seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**TARGET_CONFIG, "dtype": "float32", "torch_dtype": "float32"}))
+    model = model.to(settings.device)
+    train_tokens = load_tokens(settings, "train_tokens.pt")
+    held_out_tokens = load_tokens(settings, "held_out_tokens.pt")
+
+    def loss_at(step: int) -> Tensor:
+        generator = step_generator(settings.seed, "target", step, settings.device)
+        windows = random_windows(train_tokens, settings.target_batch, settings.sequence_length + 1, generator)
+        return next_token_loss(model, windows, settings.device)
+
+    def evaluate() -> dict[str, float]:
+        length = settings.sequence_length + 1
+        windows = held_out_tokens[: len(held_out_tokens) // length * length].view(-1, length).long()
+        losses = [
+            next_token_loss(model, batch, settings.device) for batch in windows.split(settings.target_batch)
+        ]
+        sizes = torch.tensor(
+            [len(batch) for batch in windows.split(settings.target_batch)], dtype=torch.float32
+        )
+        return {"loss": float((torch.stack(losses).cpu() * sizes).sum() / sizes.sum())}
+
+    train("target", model, loss_at, evaluate, settings.target, settings.work)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_checkpoint(settings.target_dir, TARGET_CONFIG, weights)
+    generation_config = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
+    write_json(settings.target_dir / "generation_config.json", generation_config)
+
+
+def run_generation(settings: Settings) -> None:
+    """Greedy continuations of corpus prompts, as the target is served: `work/generated.pt`.
+
+    Every batch has one prompt length, so no row is padded. Generation goes on past EOS: the target then
+    starts a new document, as in its training stream, and the drafter learns that too.
+    """
+    target = load_served_target(settings)
+    train_tokens = load_tokens(settings, "train_tokens.pt")
+    length = settings.generated_length
+    prompt_lengths = torch.linspace(length // 16, length * 5 // 8, settings.generation_batches).long()
+    # A run that is cut short by the clock must still hold short and long prompts: shuffle the lengths.
+    order = torch.randperm(
+        settings.generation_batches, generator=torch.Generator().manual_seed(settings.seed)
+    )
+
+    sequences, prompt_sizes = [], []
+    started = time.monotonic()
+    for index, prompt_length in enumerate(tqdm(prompt_lengths[order].tolist(), desc="generate")):
+        generator = step_generator(settings.seed, "generate", index, settings.device)
+        prompts = prompt_windows(train_tokens, settings.generation_batch, prompt_length, generator)
+        sequences.append(continue_greedily(target, prompts, length).to("cpu", torch.int16))
+        prompt_sizes.append(torch.full((len(prompts),), prompt_length))
+        if time.monotonic() - started > settings.generation_seconds:
+            break
+    generated = {"tokens": torch.cat(sequences), "prompt_lengths": torch.cat(prompt_sizes)}
+    torch.save(generated, settings.work / "generated.pt")
+    print(f"generated: {len(generated['tokens']):,} sequences in {time.monotonic() - started:.0f} s")
+
+
+def load_tokens(settings: Settings, name: str) -> Tensor:
+    """A token stream of the corpus stage on the device: [total tokens] int16."""
+    return torch.load(settings.work / name, weights_only=True).to(settings.device)
+
+
+def load_served_target(settings: Settings) -> PreTrainedModel:
+    """The written target, frozen, with its bf16 weights; computing in bf16 on a GPU, in float32 on a CPU."""
+    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(settings.target_dir, dtype=dtype)
+    return target.to(settings.device).eval().requires_grad_(False)
+
+
+def random_windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """`count` windows at random offsets of the stream: [count, length] int64."""
+    starts = torch.randint(len(tokens) - length, (count,), generator=generator, device=tokens.device)
+    return gather_windows(tokens, starts, length)
+
+
+def prompt_windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Like `random_windows`, but every second prompt starts where a document starts."""
+    document_starts = (tokens[:-length] == EOS_ID).nonzero().flatten() + 1
+    picks = torch.randint(len(document_starts), (count,), generator=generator, device=tokens.device)
+    anywhere = torch.randint(len(tokens) - length, (count,), generator=generator, device=tokens.device)
+    at_document = torch.arange(count, device=tokens.device) % 2 == 0
+    return gather_windows(tokens, torch.where(at_document, document_starts[picks], anywhere), length)
+
+
+def gather_windows(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
+    """tokens [total], starts [count] -> [count, length] int64."""
+    return tokens[starts[:, None] + torch.arange(length, device=tokens.device)].long()
+
+
+def next_token_loss(model: PreTrainedModel, windows: Tensor, device: str) -> Tensor:
+    """Mean cross entropy of windows [batch, length + 1] int64, every token predicted from those before it."""
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.inference_mode()
+def continue_greedily(target: PreTrainedModel, prompts: Tensor, length: int) -> Tensor:
+    """prompts [batch, n] -> [batch, length] int64: the prompts and their greedy continuations."""
+    cache = DynamicCache()
+    tokens, step_ids = [prompts], prompts
+    for _ in range(length - prompts.shape[1]):
+        logits = target(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        step_ids = logits[:, -1:].argmax(-1)
+        tokens.append(step_ids)
+    return torch.cat(tokens, dim=1)

@@ -1,0 +1,50 @@
+"""What one verification decided, packed so that it leaves a CUDA graph's static memory in a single copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Per request: B output tokens, the accept length, the bonus token, the new sequence length.
+_SCALARS_PER_REQUEST = 3
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Views into one flat int64 buffer `packed` of `[bs * B tokens | bs accept lengths | bs bonus | bs lengths]`.
+
+    Attributes:
+        out_tokens: [bs, B]; the first `accept_lens` of a row are committed, the last of them is the bonus token.
+        accept_lens: [bs] in [1, B], the bonus token included.
+        bonus_tokens: [bs].
+        new_seq_lens: [bs], `seq_lens + accept_lens`.
+    """
+
+    packed: torch.Tensor
+    out_tokens: torch.Tensor
+    accept_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+
+    @classmethod
+    def of(cls, packed: torch.Tensor, bs: int, block_size: int) -> Acceptance:
+        scalars = packed[bs * block_size :].view(_SCALARS_PER_REQUEST, bs)
+        return cls(packed, packed[: bs * block_size].view(bs, block_size), *scalars.unbind())
+
+    @classmethod
+    def empty(cls, bs: int, block_size: int, device: torch.device) -> Acceptance:
+        packed = torch.empty(bs * (block_size + _SCALARS_PER_REQUEST), dtype=torch.int64, device=device)
+        return cls.of(packed, bs, block_size)
+
+    def take(self, bs: int) -> Acceptance:
+        """A copy of the first `bs` requests that the next replay of the graph cannot overwrite."""
+        padded_bs, block_size = self.out_tokens.shape
+        copy = Acceptance.of(self.packed.clone(), padded_bs, block_size)
+        return Acceptance(
+            copy.packed,
+            copy.out_tokens[:bs],
+            copy.accept_lens[:bs],
+            copy.bonus_tokens[:bs],
+            copy.new_seq_lens[:bs],
+        )

@@ -1,0 +1,79 @@
+"""Target hidden states become drafter KV: fc, hidden_norm, every layer's k and v, k_norm, RoPE, one write.
+
+Shapes: T tokens, F captured target layers, H hidden size, L drafter layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from torch.nn import functional
+
+from sglang_dflash import ops
+from sglang_dflash.config import ConfigError
+from sglang_dflash.model import DFlashDraftModel
+from sglang_dflash.reference.write_context_kv import KVBuffers
+
+# Rows projected at a time: bounds the scratch memory of a long prompt.
+_CHUNK = 4096
+
+
+class ContextWriter:
+    """Appends target hidden states to the drafter's context.
+
+    The slots are those of the target's own KV, so a radix hit, a retraction or an eviction of the target's tokens
+    covers the drafter's context too.
+    """
+
+    def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
+        attentions = [layer.self_attn for layer in model.layers]
+        for attention in attentions:
+            if not isinstance(attention.qkv_proj.quant_method, UnquantizedLinearMethod):
+                raise ConfigError(
+                    "the drafter's projections are quantised "
+                    f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter; set "
+                    "--speculative-draft-model-quantization unquant."
+                )
+        first = attentions[0]
+        if pool.dtype != first.qkv_proj.weight.dtype:
+            raise ConfigError(
+                f"--kv-cache-dtype {pool.dtype}: DFLASH keeps its drafter's KV in the model's dtype "
+                f"{first.qkv_proj.weight.dtype}; leave --kv-cache-dtype at auto."
+            )
+        self._model = model
+        self._rotary = first.rotary_emb
+        self._eps = first.k_norm.variance_epsilon
+        self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
+        self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs)
+        self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """Stack the layers' k and v projections into one GEMM; call again after the drafter's weights changed."""
+        attentions = [layer.self_attn for layer in self._model.layers]
+        self._weight = torch.cat([a.qkv_proj.weight[a.q_size :] for a in attentions])
+        biases = [a.qkv_proj.bias for a in attentions]
+        self._bias = None if biases[0] is None else torch.cat([b[a.q_size :] for a, b in zip(attentions, biases)])
+        self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
+
+    def write(self, features: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+        """Append tokens to the drafter's context.
+
+        Args:
+            features: [T, F * H], outputs of the captured target layers.
+            positions: [T] int64, true positions.
+            cache_loc: [T] int64, the KV slots of those tokens.
+        """
+        for start in range(0, features.shape[0], _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            hidden = self._model.hidden_norm(self._model.fc(features[rows]))
+            kv = functional.linear(hidden, self._weight, self._bias)
+            ops.write_context_kv(
+                kv.view(-1, *self._kv_shape),
+                self._k_norm_weight,
+                self._eps,
+                self._rotary.cos_sin_cache,
+                positions[rows],
+                cache_loc[rows],
+                self._buffers,
+            )

@@ -1,0 +1,96 @@
+"""Where this package plugs into SGLang: the hooks, and why each one exists."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dflash import arguments, hooks, memory, requests
+from sglang_dflash.config import ARCHITECTURE
+from sglang_dflash.hooks import Hook
+from sglang_dflash.plugin import CREATE_WORKER
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+def create_worker(original, algorithm, server_args):
+    """AROUND `SpeculativeAlgorithm.create_worker`: DFLASH is served by :class:`DFlashWorker`."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    hooks.verify()
+    # Imported here: only a scheduler process needs SGLang's models, and importing them all takes seconds.
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_dflash.model import DFlashDraftModel
+    from sglang_dflash.worker import DFlashWorker
+
+    ModelRegistry.models[ARCHITECTURE] = DFlashDraftModel
+    logger.info("DFLASH is served by sglang-dflash %s (%s).", __version__, DFlashWorker.__qualname__)
+    return DFlashWorker
+
+
+def report_worker(result, scheduler, recv_req):
+    """AFTER `Scheduler.get_internal_state`: `/server_info` says which worker serves DFLASH."""
+    if scheduler.spec_algorithm.is_dflash():
+        result.internal_state["sglang_dflash"] = scheduler.draft_worker.describe()
+    return result
+
+
+HOOKS = [
+    Hook(
+        target=CREATE_WORKER,
+        kind=HookType.AROUND,
+        function=create_worker,
+        why="SGLang has no registry for the worker of a built-in algorithm",
+        until="SpeculativeAlgorithm.register accepts DFLASH",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
+        kind=HookType.AROUND,
+        function=arguments.resolve_speculative_arguments,
+        why="a drafter path that leads nowhere fails inside transformers, without naming the flag",
+        until="SGLang checks --speculative-draft-model-path itself",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.speculative_hook._handle_dflash",
+        kind=HookType.REPLACE,
+        function=arguments.handle_dflash,
+        why="the in-tree checks refuse the CPU, rewrite the drafter's backend and only warn of a wrong block size",
+        until="SGLang lets the worker class check its own arguments",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+        "._resolve_dflash_aux_hidden_state",
+        kind=HookType.AROUND,
+        function=memory.resolve_target_capture,
+        why="one reading of the checkpoint decides which target layers are captured",
+        until="the worker may name the layers to capture",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        kind=HookType.AROUND,
+        function=memory.req_to_token_headroom,
+        why="with page size 1 the reservation of a request at the context limit runs into the next request's row",
+        until="get_req_to_token_extra_context_len covers get_alloc_reserve_per_decode for every page size",
+    ),
+    Hook(
+        target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        kind=HookType.REPLACE,
+        function=requests.refuse_request,
+        why="the in-tree check lets through parameters that its worker then ignores",
+        until="SGLang asks the worker which requests it can honour",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind=HookType.AFTER,
+        function=report_worker,
+        why="users and benchmarks must be able to tell which DFLASH worker serves",
+        until="BaseSpecWorker can describe itself in /server_info",
+    ),
+]
+
+
+def register() -> None:
+    hooks.register(HOOKS)

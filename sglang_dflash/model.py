@@ -1,0 +1,164 @@
+"""The drafter: SGLang's Qwen3 layers with DFlash's masks, fed by the target's embedding, read out by its lm_head.
+
+Shapes: T tokens, bs requests, B rows of a block, H hidden size, F captured target layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.qwen3 import Qwen3DecoderLayer
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.config import ConfigError, DFlashConfig, LayerAttention
+
+# Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
+_FUSED = (
+    ("q_proj", "qkv_proj", "q"),
+    ("k_proj", "qkv_proj", "k"),
+    ("v_proj", "qkv_proj", "v"),
+    ("gate_proj", "gate_up_proj", 0),
+    ("up_proj", "gate_up_proj", 1),
+)
+
+
+class DFlashDecoderLayer(Qwen3DecoderLayer):
+    """A Qwen3 layer whose attention has the mask that the checkpoint gives this layer."""
+
+    def __init__(self, config, layer_id: int, mask: LayerAttention, quant_config, prefix: str) -> None:
+        super().__init__(config, layer_id=layer_id, quant_config=quant_config, prefix=prefix)
+        attention = self.self_attn
+        attention.attn = RadixAttention(
+            attention.num_heads,
+            attention.head_dim,
+            attention.scaling,
+            num_kv_heads=attention.num_kv_heads,
+            layer_id=layer_id,
+            # SGLang counts the keys to the left of the query, DFlash the query too.
+            sliding_window_size=-1 if mask.window is None else mask.window - 1,
+            attn_type=AttentionType.DECODER if mask.causal else AttentionType.ENCODER_ONLY,
+            prefix=add_prefix("self_attn.attn", prefix),
+        )
+
+
+class DFlashDraftModel(nn.Module):
+    """The block path (`forward`) and the inputs of the context path (`fc`, `hidden_norm`, the layers' k/v weights)."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.dflash_config = DFlashConfig.from_dict(config.to_dict(), getattr(config, "_name_or_path", ""))
+        num_features = len(self.dflash_config.target_layer_ids)
+        self.fc = nn.Linear(num_features * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
+            for i, mask in enumerate(self.dflash_config.layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._target_embedding: list[nn.Module] = []
+
+    def use_target_embedding(self, embedding: nn.Module) -> None:
+        """Draft with the target's embedding; it stays the target's module, so no state dict of ours holds it."""
+        self._target_embedding = [embedding]
+
+    def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Block rows before the first layer, [bs * B, H]. SGLang looks for this name: a model that has it gets no
+        `input_embeds` buffer in its CUDA graphs."""
+        return self._target_embedding[0](input_ids)
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """In SGLang's terms: the keys to the left of the query."""
+        window = self.dflash_config.window
+        return None if window is None else window - 1
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """The block path.
+
+        Args:
+            input_ids: [bs * B] int64, per request the bonus token and B - 1 mask tokens.
+            positions: [bs * B] int64, true positions.
+
+        Returns:
+            `hidden_states` [bs * B, H] after the final norm; row j of a block predicts its own token.
+        """
+        hidden_states, residual = self.forward_embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, forward_batch, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a z-lab checkpoint.
+
+        Raises:
+            ConfigError: listing every missing, unexpected or wrongly shaped tensor.
+        """
+        expected = expected_tensors(self.dflash_config)
+        params = dict(self.named_parameters())
+        seen: set[str] = set()
+        problems: list[str] = []
+        for name, tensor in weights:
+            name = name.removeprefix("model.")
+            if name not in expected:
+                problems.append(f"unexpected {name} {list(tensor.shape)}")
+                continue
+            seen.add(name)
+            if tuple(tensor.shape) != expected[name]:
+                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
+                continue
+            _load(params, name, tensor)
+        problems += [f"missing {name} {list(expected[name])}" for name in expected if name not in seen]
+        if problems:
+            raise ConfigError(f"drafter {self.dflash_config.path} does not load: " + "; ".join(problems) + ".")
+
+
+def expected_tensors(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a z-lab checkpoint with this config."""
+    hidden, head = config.hidden_size, config.head_dim
+    q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
+    expected = {
+        "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(len(config.layers)):
+        layer = {
+            "self_attn.q_proj.weight": (q_size, hidden),
+            "self_attn.k_proj.weight": (kv_size, hidden),
+            "self_attn.v_proj.weight": (kv_size, hidden),
+            "self_attn.o_proj.weight": (hidden, q_size),
+            "self_attn.q_norm.weight": (head,),
+            "self_attn.k_norm.weight": (head,),
+            "mlp.gate_proj.weight": (config.intermediate_size, hidden),
+            "mlp.up_proj.weight": (config.intermediate_size, hidden),
+            "mlp.down_proj.weight": (hidden, config.intermediate_size),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        if config.attention_bias:
+            sizes = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size), ("o_proj", hidden))
+            layer |= {f"self_attn.{proj}.bias": (size,) for proj, size in sizes}
+        expected |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return expected
+
+
+def _load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:
+    for separate, fused, shard in _FUSED:
+        if f".{separate}." in name:
+            param = params[name.replace(separate, fused)]
+            param.weight_loader(param, tensor, shard)
+            return
+    param = params[name]
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    loader(param, tensor)

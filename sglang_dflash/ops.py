@@ -1,0 +1,16 @@
+"""The operations of a decode cycle: Triton kernels on a GPU, their torch twins elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+if torch.cuda.is_available():
+    from sglang_dflash.kernels.accept_greedy import accept_greedy
+    from sglang_dflash.kernels.prepare_block import prepare_block
+    from sglang_dflash.kernels.write_context_kv import write_context_kv
+else:
+    from sglang_dflash.reference.accept_greedy import accept_greedy
+    from sglang_dflash.reference.prepare_block import prepare_block
+    from sglang_dflash.reference.write_context_kv import write_context_kv
+
+__all__ = ["accept_greedy", "prepare_block", "write_context_kv"]

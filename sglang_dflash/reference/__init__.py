@@ -1,0 +1,1 @@
+"""Plain-torch twins of the serving code; nothing here imports sglang."""

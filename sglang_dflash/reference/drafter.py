@@ -1,0 +1,288 @@
+"""The DFlash drafter in plain torch: Qwen3 layers over target features (DFlash paper, z-lab checkpoints).
+
+Legend of shapes: N sequences (or 1), T context tokens, Q block rows (A blocks of B rows), G key/value
+heads, D head dim, hidden = hidden_size.
+
+Two paths share the weights of every layer:
+
+* context path: target features -> fc -> hidden_norm -> k_proj / v_proj -> k_norm -> RoPE. It yields keys and
+  values only, no layer output, so the context of a growing sequence is append-only.
+* block path: an ordinary Qwen3 layer whose rows attend to the context and to their own block.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+LayerKV = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The fields of a z-lab style `config.json` that shape the drafter."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    is_causal: bool | None
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "ReferenceConfig":
+        """Read a z-lab `config.json`.
+
+        `use_sliding_window: false`, or no `layer_types`, makes every layer full. `is_causal` is None when the
+        config does not say: then full layers are bidirectional in the block and sliding layers causal.
+        """
+        if config.get("rope_scaling"):
+            raise ValueError("ReferenceDrafter supports plain RoPE only, the config has rope_scaling")
+        num_layers = config["num_hidden_layers"]
+        layer_types = config.get("layer_types")
+        if not config.get("use_sliding_window") or layer_types is None:
+            layer_types = ["full_attention"] * num_layers
+        if len(layer_types) != num_layers:
+            raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=num_layers,
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_theta"],
+            vocab_size=config["vocab_size"],
+            block_size=config["block_size"],
+            mask_token_id=config["dflash_config"]["mask_token_id"],
+            target_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
+            num_target_layers=config["num_target_layers"],
+            layer_types=tuple(layer_types),
+            sliding_window=config.get("sliding_window"),
+            is_causal=config.get("is_causal"),
+        )
+
+
+def block_masks(
+    config: ReferenceConfig, context_positions: Tensor, block_positions: Tensor
+) -> dict[str, Tensor]:
+    """Which keys every block row sees, for each kind of layer in the drafter.
+
+    A row sees the context strictly before its block's first position (the anchor) and its own block's rows.
+    With one block after the whole context this is the mask of decoding; with many it is the mask of training.
+    `is_causal` hides later positions; a sliding window W keeps keys in (p - W, p], or without
+    causality those with |p - key| < W.
+
+    Args:
+        context_positions: [N, T] int64.
+        block_positions: [N, A, B] int64; `[..., 0]` are the anchors.
+
+    Returns:
+        layer type -> [N, 1, A * B, T + A * B] bool, True = visible; keys are the context, then the rows.
+    """
+    _, num_blocks, block_size = block_positions.shape
+    row_positions = block_positions.flatten(1)
+    row_anchors = block_positions[..., :1].expand_as(block_positions).flatten(1)
+    row_blocks = torch.arange(num_blocks, device=row_positions.device).repeat_interleave(block_size)
+
+    before_anchor = context_positions[:, None, :] < row_anchors[:, :, None]
+    same_block = (row_blocks[:, None] == row_blocks[None, :]).expand(len(row_positions), -1, -1)
+    visible = torch.cat([before_anchor, same_block], dim=-1)
+    key_positions = torch.cat([context_positions, row_positions], dim=1)
+    distance = row_positions[:, :, None] - key_positions[:, None, :]
+
+    masks = {}
+    for layer_type in set(config.layer_types):
+        is_sliding = layer_type == "sliding_attention"
+        is_causal = is_sliding if config.is_causal is None else config.is_causal
+        mask = visible
+        if is_causal:
+            mask = mask & (distance >= 0)
+        if is_sliding:
+            mask = mask & (distance.abs() < config.sliding_window)
+        masks[layer_type] = mask[:, None]
+    return masks
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm as HF Qwen3 computes it: the normalisation in float32, the weight in the input's dtype."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_float = x.float()
+        normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def rope_cos_sin(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of neox-style RoPE.
+
+    Args:
+        positions: [N, L] int64.
+
+    Returns:
+        cos, sin: [N, 1, L, head_dim] float32, the half of the frequencies repeated twice.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[:, None, :, None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [N, heads, L, D] by cos / sin [N, 1, L, D]: HF's half rotation, in x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+
+
+class DFlashAttention(nn.Module):
+    """Qwen3 attention whose keys and values are the context's, then the block's."""
+
+    def __init__(self, config: ReferenceConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_kv = config.num_attention_heads // config.num_key_value_heads
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[N, L, heads * D] -> [N, L, heads, D]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def project_kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerKV:
+        """x [N, L, hidden] -> rotated keys and values, each [N, G, L, D]."""
+        keys = self.k_norm(self.split_heads(self.k_proj(x))).transpose(1, 2)
+        values = self.split_heads(self.v_proj(x)).transpose(1, 2)
+        return apply_rope(keys, cos, sin), values
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Tensor) -> Tensor:
+        """x [N, Q, hidden], context_kv 2 x [N, G, T, D], mask [N, 1, Q, T + Q] bool -> [N, Q, hidden]."""
+        queries = self.q_norm(self.split_heads(self.q_proj(x))).transpose(1, 2)
+        queries = apply_rope(queries, cos, sin)
+        block_kv = self.project_kv(x, cos, sin)
+        keys, values = (
+            torch.cat([context, block], dim=2).repeat_interleave(self.queries_per_kv, dim=1)
+            for context, block in zip(context_kv, block_kv, strict=True)
+        )
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DFlashMLP(nn.Module):
+    """Qwen3's gated MLP."""
+
+    def __init__(self, config: ReferenceConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DFlashLayer(nn.Module):
+    """A Qwen3 decoder layer; its norm applies to block rows only, never to the context."""
+
+    def __init__(self, config: ReferenceConfig, layer_type: str):
+        super().__init__()
+        self.layer_type = layer_type
+        self.self_attn = DFlashAttention(config)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context_kv, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ReferenceDrafter(nn.Module):
+    """The drafter; embedding and lm_head are the target's and stay outside.
+
+    The module tree gives the z-lab tensor names (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...).
+    """
+
+    def __init__(self, config: dict):
+        super().__init__()
+        self.config = ReferenceConfig.from_dict(config)
+        num_features = len(self.config.target_layer_ids)
+        self.fc = nn.Linear(num_features * self.config.hidden_size, self.config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(self.config, kind) for kind in self.config.layer_types)
+        self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceDrafter":
+        """Load a folder with `config.json` and `model.safetensors`; every tensor must match by name."""
+        path = Path(path)
+        drafter = cls(json.loads((path / "config.json").read_text()))
+        drafter.load_state_dict(load_file(path / "model.safetensors"))
+        return drafter.to(dtype).eval()
+
+    def project_context(self, features: Tensor, positions: Tensor) -> list[LayerKV]:
+        """Turn target features into every layer's context keys and values.
+
+        Args:
+            features: [N, T, len(target_layer_ids) * hidden], the outputs of the target layers, concatenated.
+            positions: [N, T] int64, true positions.
+
+        Returns:
+            per layer: keys and values, each [N, G, T, D]; appending along dim 2 extends the context.
+        """
+        context = self.hidden_norm(self.fc(features))
+        cos, sin = self._rope(positions)
+        return [layer.self_attn.project_kv(context, cos, sin) for layer in self.layers]
+
+    def forward(
+        self,
+        block_embeds: Tensor,
+        block_positions: Tensor,
+        context_kv: list[LayerKV],
+        context_positions: Tensor,
+    ) -> Tensor:
+        """Run A blocks of every sequence over its context.
+
+        Args:
+            block_embeds: [N, A, B, hidden], the target's embeddings of `[bonus, mask x (B - 1)]`.
+            block_positions: [N, A, B] int64, true positions; `[..., 0]` are the anchors.
+            context_kv: per layer 2 x [N, G, T, D], from `project_context`.
+            context_positions: [N, T] int64.
+
+        Returns:
+            [N, A, B, hidden], for the target's lm_head: row i predicts the token at its own position.
+        """
+        masks = block_masks(self.config, context_positions, block_positions)
+        cos, sin = self._rope(block_positions.flatten(1))
+        x = block_embeds.flatten(1, 2)
+        for layer, layer_kv in zip(self.layers, context_kv, strict=True):
+            x = layer(x, cos, sin, layer_kv, masks[layer.layer_type])
+        return self.norm(x).view_as(block_embeds)
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_cos_sin(positions, self.config.head_dim, self.config.rope_theta)

@@ -1,0 +1,54 @@
+"""k_norm, RoPE and the KV write of the drafter's context, in torch.
+
+Shapes: T tokens, L drafter layers, H KV heads of this rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVBuffers:
+    """The drafter's KV pool, layer by layer.
+
+    Attributes:
+        k, v: L tensors [slots, H, D].
+        k_ptrs, v_ptrs: [L] uint64, where those tensors begin.
+    """
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    k_ptrs: torch.Tensor
+    v_ptrs: torch.Tensor
+
+
+def write_context_kv(
+    kv: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc: torch.Tensor,
+    buffers: KVBuffers,
+) -> None:
+    """Normalise and rotate the keys of every layer, and write keys and values to their slots.
+
+    Args:
+        kv: [T, L, 2, H, D], the layers' k and v projections of the context.
+        k_norm_weight: [L, D].
+        cos_sin_cache: [max_position, D], cosines then sines (neox style).
+        positions: [T] int64, true positions.
+        cache_loc: [T] int64, KV slots.
+    """
+    keys = kv[:, :, 0].float()
+    keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps) * k_norm_weight.float()[:, None, :]
+    cos, sin = cos_sin_cache[positions].float()[:, None, None, :].chunk(2, dim=-1)
+    # The block path rounds between its norm and its rotation; context keys take the same steps.
+    low, high = keys.to(kv.dtype).float().chunk(2, dim=-1)
+    keys = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    for layer, (k_buffer, v_buffer) in enumerate(zip(buffers.k, buffers.v, strict=True)):
+        k_buffer[cache_loc] = keys[:, layer].to(k_buffer.dtype)
+        v_buffer[cache_loc] = kv[:, layer, 1].to(v_buffer.dtype)

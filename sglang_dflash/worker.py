@@ -1,0 +1,288 @@
+"""DFlash's decode cycle: draft a block, verify it, accept a prefix, append its hidden states to the drafter's context.
+
+Method: DFlash, block-diffusion drafting conditioned on target hidden states (https://github.com/z-lab/dflash).
+Shapes: bs requests, B rows of a block, T tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash import ops
+from sglang_dflash.accept import Acceptance
+from sglang_dflash.context import ContextWriter
+from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.drafter_runner import build_draft_worker
+from sglang_dflash.graphs import GraphTail
+from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.simulate import SIMULATED, simulate_acceptance
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Serves `--speculative-algorithm DFLASH`, with overlap scheduling and without."""
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = build_draft_worker(server_args, gpu_id, ps, nccl_port, target_worker)
+        self.device = target_worker.device
+        self.block_size = server_args.speculative_num_draft_tokens
+
+        target_model = target_worker.model_runner.model
+        draft_model = self.draft_model_runner.model
+        draft_model.use_target_embedding(target_model.get_input_embeddings())
+        self._mask_token_id = draft_model.dflash_config.mask_token_id
+        self._draft_head = DraftHead(target_model.lm_head, get_tp_group())
+        # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
+        self._draft_spec_info = DFlashVerifyInput(
+            draft_token=None,
+            positions=None,
+            draft_token_num=self.block_size,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    # --- set-up, in the order in which the scheduler calls it -------------------------------------------------------
+
+    @property
+    def draft_model_runner(self):
+        return self._draft_worker.model_runner
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        return (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
+        self._propose = GraphTail(self.draft_model_runner, self._fill_block)
+        self._conclude = GraphTail(self.target_worker.model_runner, self._accept_and_append)
+
+    def describe(self) -> dict:
+        """What `/server_info` shows."""
+        return {
+            "version": __version__,
+            "worker": type(self).__name__,
+            "block_size": self.block_size,
+            "draft_attention_backend": self.draft_model_runner.server_args.attention_backend,
+        }
+
+    def update_weights_from_disk(self, recv_req):
+        result = super().update_weights_from_disk(recv_req)
+        self._context.refresh_weights()
+        return result
+
+    def update_weights_from_ipc(self, recv_req):
+        result = super().update_weights_from_ipc(recv_req)
+        self._context.refresh_weights()
+        return result
+
+    # --- the cycle --------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable | None = None,
+    ) -> GenerationBatchResult:
+        """One scheduler step.
+
+        Args:
+            batch: prefill (chunk) or one decode cycle of every running request.
+            on_publish: overlap scheduling; takes the new sequence lengths, [bs], as soon as they are known.
+            grammar_barrier: overlap scheduling; unused while grammars are refused.
+        """
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(on_publish)
+        draft_input: DFlashDraftInput = batch.spec_info
+
+        # 1. Draft: [bonus, mask x (B - 1)] through the drafter, one argmax per row.
+        block_ids, positions, out_cache_loc = ops.prepare_block(
+            draft_input.bonus_tokens,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            self.req_to_token_pool.req_to_token,
+            self._mask_token_id,
+            self.block_size,
+        )
+        block_tokens = self._draft(batch, draft_input, block_ids, positions.view(-1), out_cache_loc.view(-1))
+
+        # 2. Verify the block as a causal chain; 3. accept; 4. append: both at the end of the target's forward.
+        accepted, output = self._verify(batch, draft_input, block_tokens, positions.view(-1), out_cache_loc.view(-1))
+        if SIMULATED:
+            accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
+
+        # 5. Publish.
+        if on_publish is not None:
+            on_publish(accepted.new_seq_lens)
+        return self._result(accepted, output)
+
+    def _draft(
+        self,
+        batch: ScheduleBatch,
+        draft_input: DFlashDraftInput,
+        block_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the drafter over the block.
+
+        Args:
+            block_ids: [bs, B]; positions, out_cache_loc: [bs * B].
+
+        Returns:
+            [bs, B] int64, the bonus token and the draft tokens.
+        """
+        bs = batch.batch_size()
+        seq_lens_cpu, seq_lens_sum = self._host_seq_lens(batch, draft_input)
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=bs,
+            input_ids=block_ids.view(-1),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=seq_lens_sum,
+            out_cache_loc=out_cache_loc,
+            positions=positions,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._draft_spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        out = self.draft_model_runner.forward(forward_batch)
+        if out.can_run_graph:
+            return self._propose.replayed()[:bs]
+        return self._propose.eager(out.logits_output, forward_batch)
+
+    def _fill_block(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Behind the drafter's forward: [bs, B] tokens from its hidden states."""
+        return self._draft_head(forward_batch.input_ids.view(-1, self.block_size), output.hidden_states)
+
+    def _verify(
+        self,
+        batch: ScheduleBatch,
+        draft_input: DFlashDraftInput,
+        block_tokens: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+    ) -> tuple[Acceptance, GenerationBatchResult]:
+        """Run the target over the block in TARGET_VERIFY mode, and decide.
+
+        The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
+        """
+        batch.input_ids = block_tokens.view(-1)
+        batch.out_cache_loc = out_cache_loc
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_seq_lens(batch, draft_input)
+        batch.spec_info = DFlashVerifyInput(
+            draft_token=batch.input_ids,
+            positions=positions,
+            draft_token_num=self.block_size,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.target_worker.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_hidden_states_before_norm=False,
+        )
+        output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        if output.can_run_cuda_graph:
+            return self._conclude.replayed().take(batch.batch_size()), output
+        return self._conclude.eager(output.logits_output, forward_batch), output
+
+    def _accept_and_append(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
+        """Behind the target's forward: accept a prefix of every block and append the block to the drafter's context.
+
+        All B rows are written. Slots behind the accepted prefix lie at positions past the new sequence length, where
+        no drafter row looks before the next block has overwritten them: they are that block's own slots.
+        """
+        accepted = ops.accept_greedy(
+            forward_batch.input_ids.view(-1, self.block_size),
+            output.next_token_logits.argmax(dim=-1).view(-1, self.block_size),
+            forward_batch.seq_lens,
+        )
+        self._context.write(output.hidden_states, forward_batch.positions, forward_batch.out_cache_loc)
+        return accepted
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
+        """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
+        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        positions = torch.cat(
+            [
+                torch.arange(prefix, prefix + extend)
+                for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            ]
+        ).to(self.device, non_blocking=True)
+        self._context.write(result.logits_output.hidden_states, positions, batch.out_cache_loc)
+        # The scheduler would copy them to the CPU.
+        result.logits_output.hidden_states = None
+        result.next_draft_input = DFlashDraftInput(
+            bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
+        )
+        return result
+
+    def _idle(self, on_publish: Callable | None) -> GenerationBatchResult:
+        """A rank without requests."""
+        draft_input = DFlashDraftInput.idle(self.device)
+        if on_publish is not None:
+            on_publish(draft_input.new_seq_lens)
+        return GenerationBatchResult(
+            logits_output=None,
+            next_token_ids=draft_input.bonus_tokens,
+            accept_lens=draft_input.new_seq_lens,
+            new_seq_lens=draft_input.new_seq_lens,
+            next_draft_input=draft_input,
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=False,
+        )
+
+    def _result(self, accepted: Acceptance, output: GenerationBatchResult) -> GenerationBatchResult:
+        output.logits_output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=output.logits_output,
+            next_token_ids=accepted.out_tokens.reshape(-1),
+            accept_lens=accepted.accept_lens,
+            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=DFlashDraftInput(
+                bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=output.can_run_cuda_graph,
+        )
+
+    @staticmethod
+    def _host_seq_lens(batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
+        """Sequence lengths on the CPU for planning: exact where a backend asked the scheduler for them, else upper
+        bounds known without waiting for the GPU."""
+        if batch.seq_lens_cpu is not None:
+            return batch.seq_lens_cpu, int(batch.seq_lens_cpu.sum())
+        bound = draft_input.reserved_seq_lens_cpu
+        return bound, int(bound.sum())
