@@ -31,20 +31,12 @@ STAGES = {
 
 def main() -> None:
     """Run all stages that are not done yet, or the one that is named."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=["all", *STAGES], default="all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--out", type=Path, default=REPO / "sglang_dflash" / "tiny_pair", help="the pair itself"
-    )
-    parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/tiny_pair_work"), help="intermediates and markers"
-    )
-    parser.add_argument(
-        "--report", type=Path, help="summary, losses, picture, pair.tar (default: WORK/report)"
-    )
+    parser.add_argument("--out", type=Path, default=REPO / "sglang_dflash" / "tiny_pair", help="the pair itself")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/tiny_pair_work"), help="intermediates and markers")
+    parser.add_argument("--report", type=Path, help="summary, losses, picture, pair.tar (default: WORK/report)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to walk through every stage")
     parser.add_argument("--target-steps", type=int)

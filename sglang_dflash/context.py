@@ -53,7 +53,9 @@ class ContextWriter:
         attentions = [layer.self_attn for layer in self._model.layers]
         self._weight = torch.cat([a.qkv_proj.weight[a.q_size :] for a in attentions])
         biases = [a.qkv_proj.bias for a in attentions]
-        self._bias = None if biases[0] is None else torch.cat([b[a.q_size :] for a, b in zip(attentions, biases)])
+        self._bias = (
+            None if biases[0] is None else torch.cat([b[a.q_size :] for a, b in zip(attentions, biases, strict=True)])
+        )
         self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
 
     def write(self, features: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:

@@ -24,9 +24,7 @@ if SIMULATED and SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):
     )
 
 
-def simulate_acceptance(
-    accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor
-) -> Acceptance:
+def simulate_acceptance(accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
     """What the cycle would have returned, had the target accepted the simulated length in every request.
 
     Args:

@@ -158,15 +158,15 @@ class DFlashWorker(BaseSpecWorker):
             [bs, B] int64, the bonus token and the draft tokens.
         """
         bs = batch.batch_size()
-        seq_lens_cpu, seq_lens_sum = self._host_seq_lens(batch, draft_input)
+        kv_lens_cpu, kv_lens_sum = self._host_seq_lens(batch, draft_input)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
             input_ids=block_ids.view(-1),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=seq_lens_sum,
+            seq_lens_cpu=kv_lens_cpu,
+            seq_lens_sum=kv_lens_sum,
             out_cache_loc=out_cache_loc,
             positions=positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
@@ -271,18 +271,16 @@ class DFlashWorker(BaseSpecWorker):
             next_token_ids=accepted.out_tokens.reshape(-1),
             accept_lens=accepted.accept_lens,
             new_seq_lens=accepted.new_seq_lens,
-            next_draft_input=DFlashDraftInput(
-                bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens
-            ),
+            next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=output.can_run_cuda_graph,
         )
 
-    @staticmethod
-    def _host_seq_lens(batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
-        """Sequence lengths on the CPU for planning: exact where a backend asked the scheduler for them, else upper
-        bounds known without waiting for the GPU."""
+    def _host_seq_lens(self, batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
+        """KV lengths on the CPU for planning, the block included: exact where a backend asked the scheduler for
+        sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
         if batch.seq_lens_cpu is not None:
-            return batch.seq_lens_cpu, int(batch.seq_lens_cpu.sum())
-        bound = draft_input.reserved_seq_lens_cpu
-        return bound, int(bound.sum())
+            kv_lens = batch.seq_lens_cpu + self.block_size
+        else:
+            kv_lens = draft_input.reserved_seq_lens_cpu
+        return kv_lens, int(kv_lens.sum())

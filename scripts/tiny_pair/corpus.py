@@ -76,9 +76,7 @@ def read_stdlib(max_files: int | None) -> tuple[list[str], list[str]]:
         is_held_out = len(name.parts) == 1 and name.stem in HELD_OUT_MODULES
         (held_out_sources if is_held_out else train_sources).append(source)
     if len(held_out_sources) != len(HELD_OUT_MODULES):
-        raise FileNotFoundError(
-            f"{root} holds {len(held_out_sources)} of the {len(HELD_OUT_MODULES)} held-out modules"
-        )
+        raise FileNotFoundError(f"{root} holds {len(held_out_sources)} of the {len(HELD_OUT_MODULES)} held-out modules")
     return train_sources[:max_files], held_out_sources
 
 
@@ -150,9 +148,7 @@ def cut_prompts(sources: list[str], tokenizer: Tokenizer, seed: int, per_module:
     prompts = []
     for source in sources:
         lines = source.splitlines(keepends=True)
-        nodes = [
-            node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        ]
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         starts = sorted(first_line(node) for node in nodes)
         rng.shuffle(starts)
         for start in starts[:per_module]:
@@ -160,9 +156,6 @@ def cut_prompts(sources: list[str], tokenizer: Tokenizer, seed: int, per_module:
             end = rng.randint(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
             prompt = tokenizer.decode(encoding.ids[:end], skip_special_tokens=False)
             # A cut inside a word can be split into other tokens: count those of the text itself.
-            if (
-                MIN_PROMPT_TOKENS <= len(tokenizer.encode(prompt).ids) <= MAX_PROMPT_TOKENS
-                and "\ufffd" not in prompt
-            ):
+            if MIN_PROMPT_TOKENS <= len(tokenizer.encode(prompt).ids) <= MAX_PROMPT_TOKENS and "\ufffd" not in prompt:
                 prompts.append(prompt)
     return prompts

@@ -44,14 +44,10 @@ def run(settings: Settings) -> None:
             anchors = random_anchors(first, batch.shape[1], settings.corpus_anchors, generator)
         else:
             shape = (settings.drafter_batch,)
-            rows = train_rows[
-                torch.randint(len(train_rows), shape, generator=generator, device=settings.device)
-            ]
+            rows = train_rows[torch.randint(len(train_rows), shape, generator=generator, device=settings.device)]
             batch = tokens[rows].long()
             anchors = random_anchors(prompt_lengths[rows], batch.shape[1], settings.anchors, generator)
-        return weighted_loss(
-            *block_logits(target, drafter, batch, anchors, settings.device), settings.loss_gamma
-        )
+        return weighted_loss(*block_logits(target, drafter, batch, anchors, settings.device), settings.loss_gamma)
 
     def evaluate() -> dict[str, float]:
         generator = step_generator(settings.seed, "drafter", VALIDATION_STEP, settings.device)
@@ -102,9 +98,7 @@ def block_logits(
     """
     block_size = drafter.config.block_size
     with torch.no_grad():
-        hidden_states = target.model(
-            input_ids=tokens, use_cache=False, output_hidden_states=True
-        ).hidden_states
+        hidden_states = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
         features = context_features(hidden_states, drafter)
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
     block_positions = anchors[..., None] + torch.arange(block_size, device=device)

@@ -101,9 +101,7 @@ def plot_losses(losses: dict[str, dict], path: Path) -> None:
     for axis, (name, history) in zip(axes, losses.items(), strict=True):
         axis.plot(*zip(*history["train"], strict=True), linewidth=0.8, label="training")
         steps = [step for step, _ in history["held_out"]]
-        axis.plot(
-            steps, [metrics["loss"] for _, metrics in history["held_out"]], marker=".", label="held out"
-        )
+        axis.plot(steps, [metrics["loss"] for _, metrics in history["held_out"]], marker=".", label="held out")
         axis.set(title=titles[name], xlabel="step", ylabel="cross entropy (nats)")
         axis.grid(alpha=0.3)
         axis.legend(loc="upper right")

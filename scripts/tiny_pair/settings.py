@@ -13,7 +13,7 @@ EOS_TOKEN = "<|endoftext|>"
 MASK_TOKEN = "<|mask|>"
 EOS_ID = 0
 MASK_ID = 1
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
 MAX_BYTES = 8 * 2**20
@@ -63,7 +63,7 @@ DRAFTER_CONFIG = {
     "hidden_act": "silu",
     "hidden_size": 256,
     "initializer_range": 0.02,
-    "intermediate_size": 256,
+    "intermediate_size": 384,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "max_position_embeddings": MAX_POSITIONS,
     "max_window_layers": 3,
@@ -122,7 +122,7 @@ class Settings:
     sequence_length: int = 2048
     target_batch: int = 16
     target: TrainSettings = field(
-        default_factory=lambda: TrainSettings(2500, 120.0, 2.5e-3, 150, 0.1, 125, 500),
+        default_factory=lambda: TrainSettings(700, 120.0, 2.5e-3, 100, 0.1, 50, 500),
     )
     # Generated sequences: a prompt, then the target's greedy continuation up to `generated_length`.
     generated_length: int = 384
@@ -137,7 +137,7 @@ class Settings:
     corpus_anchors: int = 96
     loss_gamma: float = 7.0
     drafter: TrainSettings = field(
-        default_factory=lambda: TrainSettings(12000, 230.0, 1.5e-3, 200, 0.05, 500, 2000),
+        default_factory=lambda: TrainSettings(6000, 400.0, 1.5e-3, 200, 0.05, 500, 2000),
     )
     eval_prompts: int = 60
     eval_tokens: int = 128
@@ -174,9 +174,7 @@ def step_generator(seed: int, stage: str, step: int, device: str) -> torch.Gener
 def save_checkpoint(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
     """Write `config.json` and `model.safetensors`, the weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
-    rounded = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()
-    }
+    rounded = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     write_json(folder / "config.json", config)

@@ -28,12 +28,8 @@ def run_training(settings: Settings) -> None:
     def evaluate() -> dict[str, float]:
         length = settings.sequence_length + 1
         windows = held_out_tokens[: len(held_out_tokens) // length * length].view(-1, length).long()
-        losses = [
-            next_token_loss(model, batch, settings.device) for batch in windows.split(settings.target_batch)
-        ]
-        sizes = torch.tensor(
-            [len(batch) for batch in windows.split(settings.target_batch)], dtype=torch.float32
-        )
+        losses = [next_token_loss(model, batch, settings.device) for batch in windows.split(settings.target_batch)]
+        sizes = torch.tensor([len(batch) for batch in windows.split(settings.target_batch)], dtype=torch.float32)
         return {"loss": float((torch.stack(losses).cpu() * sizes).sum() / sizes.sum())}
 
     train("target", model, loss_at, evaluate, settings.target, settings.work)
@@ -54,9 +50,7 @@ def run_generation(settings: Settings) -> None:
     length = settings.generated_length
     prompt_lengths = torch.linspace(length // 16, length * 5 // 8, settings.generation_batches).long()
     # A run that is cut short by the clock must still hold short and long prompts: shuffle the lengths.
-    order = torch.randperm(
-        settings.generation_batches, generator=torch.Generator().manual_seed(settings.seed)
-    )
+    order = torch.randperm(settings.generation_batches, generator=torch.Generator().manual_seed(settings.seed))
 
     sequences, prompt_sizes = [], []
     started = time.monotonic()

@@ -1,7 +1,7 @@
 """The places where SGLang expects a GPU of the machine it serves on.
 
-Every hook does on CPU tensors what SGLang does on the GPU, so that speculative decoding, grammars and paged KV
-run unchanged.
+Every hook does on CPU tensors what SGLang does on the GPU, so that speculative decoding, grammars and paged
+KV run unchanged.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import xgrammar
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -27,7 +28,10 @@ def _record_stream(original: Callable, tensor: Tensor, stream: object) -> None:
 
 
 def _extend_forward_kwargs(
-    original: Callable, runner: ModelRunner, forward_batch: ForwardBatch, pp_proxy_tensors: PPProxyTensors | None
+    original: Callable,
+    runner: ModelRunner,
+    forward_batch: ForwardBatch,
+    pp_proxy_tensors: PPProxyTensors | None,
 ) -> dict[str, Any]:
     kwargs = original(runner, forward_batch, pp_proxy_tensors)
     if forward_batch.input_embeds is not None:
@@ -87,7 +91,13 @@ def _alloc_extend(
         return None
     out_indices = torch.empty(extend_num_tokens, dtype=torch.int64)
     alloc_extend_naive(
-        prefix_lens, seq_lens, last_loc, allocator.free_pages, out_indices, allocator.page_size, allocator.device
+        prefix_lens,
+        seq_lens,
+        last_loc,
+        allocator.free_pages,
+        out_indices,
+        allocator.page_size,
+        allocator.device,
     )
     allocator.free_pages = allocator.free_pages[num_new_pages:]
     return out_indices
@@ -119,6 +129,13 @@ def _alloc_decode(
     return out_indices
 
 
+def _all_gather_into_tensor(original: Callable, group: GroupCoordinator, output: Tensor, input: Tensor) -> None:
+    if input.device.type != "cpu":
+        original(group, output, input)
+    else:
+        torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+
+
 _PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
@@ -127,8 +144,8 @@ CPU_HOOKS: list[Hook] = [
         target="torch.Tensor.record_stream",
         kind=HookType.AROUND,
         function=_record_stream,
-        why="`managers.overlap_utils.FutureMap._resolve_spec_extras` and the in-tree DFLASH worker call it on every "
-        "device; PyTorch has it for accelerators only, and a CPU has no stream to wait for",
+        why="`managers.overlap_utils.FutureMap._resolve_spec_extras` and the in-tree DFLASH worker call it "
+        "on every device; PyTorch has it for accelerators only, and a CPU has no stream to wait for",
         until="SGLang calls it on CUDA tensors only, as `spec_utils.record_stream_each` does",
     ),
     Hook(
@@ -172,5 +189,12 @@ CPU_HOOKS: list[Hook] = [
         function=_alloc_decode,
         why="with page_size > 1 it launches a Triton kernel",
         until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+        kind=HookType.AROUND,
+        function=_all_gather_into_tensor,
+        why="its custom operator has no CPU kernel; several tensor-parallel ranks need it",
+        until="it goes to torch.distributed on a CPU, as `GroupCoordinator.all_gather` does",
     ),
 ]

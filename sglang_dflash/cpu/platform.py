@@ -1,14 +1,16 @@
-"""Entry points that run before SGLang imports what exists only on machines with a GPU.
+"""The entry point that provides, before SGLang imports it, what exists only on machines with a GPU.
 
-Two moments are early enough, and both are needed:
+Two groups name :func:`activate`, because SGLang itself has no moment that is early enough for both of its
+parts:
 
-* `torch.backends`: PyTorch calls it at the end of `import torch`, hence before `sglang.srt.utils.common` imports
-  torchvision, which is the first thing that `import sglang` does.
-* `sglang.srt.platforms`: SGLang calls it when `sglang.srt.platforms.current_platform` is first read, hence before
-  any module of SGLang imports `sgl_kernel`.
+* `torch.backends`: PyTorch calls it at the end of `import torch`, hence before `sglang.srt.utils.common`
+  imports torchvision, which is among the first things that `import sglang` does.
+* `sglang.srt.platforms`: SGLang calls it when `sglang.srt.platforms.current_platform` is first read, hence
+  before any module of SGLang imports `sgl_kernel`. It is enough where torchvision works, with PyTorch's
+  autoload off.
 
-Neither does anything unless SGLang's CPU engine is asked for and there is no CUDA device. This module is imported
-with torch in every process, so it imports nothing heavy.
+This module is imported with torch in every process, so it imports nothing heavy; and no torch, which would
+call :func:`activate` before it exists if this module came first.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Kept alive: a `Library` takes its definitions back when it is collected.
 _torchvision_ops: torch.library.Library | None = None
@@ -28,35 +32,46 @@ _torchvision_ops: torch.library.Library | None = None
 def cpu_engine() -> bool:
     """Whether SGLang's CPU engine is asked for, on a machine where it is the only choice.
 
-    Reads SGLang's variable as `sglang.srt.platforms._is_cpu_available` does. That function cannot be called here:
-    without :func:`declare_torchvision_ops`, importing it fails.
+    Reads SGLang's variable as `sglang.srt.platforms._is_cpu_available` does. That function cannot be called
+    here: importing it imports torchvision.
     """
-    return os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" and not torch.cuda.is_available()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1":
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
 
 
-def declare_torchvision_ops() -> None:
-    """Entry point of the group `torch.backends`: make `import torchvision` possible beside a CPU build of PyTorch.
+def activate() -> None:
+    """Make `import torchvision` and `import sgl_kernel` work for :func:`cpu_engine`; otherwise do nothing.
 
-    PyPI has torchvision for CUDA only. Its extension does not load beside a CPU build, and then
-    `torchvision._meta_registrations` fails because two operators that it describes do not exist. Their schemas are
-    all it needs; nothing that SGLang serves text with calls them.
+    May be called twice, and returns None: it never claims SGLang's platform.
     """
-    global _torchvision_ops
-    if _torchvision_ops is not None or not cpu_engine() or _torchvision_extension_loads():
+    if not cpu_engine():
         return
+    if _torchvision_ops is None and not _torchvision_extension_loads():
+        _declare_torchvision_ops()
+    if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel")
+
+
+def _declare_torchvision_ops() -> None:
+    """Declare the operators without which torchvision cannot be imported; serving text calls neither.
+
+    PyPI has torchvision for CUDA only. Its extension does not load beside a CPU build of PyTorch, and then
+    `torchvision._meta_registrations` fails because two operators that it describes do not exist.
+    """
+    import torch
+
+    global _torchvision_ops
     _torchvision_ops = torch.library.Library("torchvision", "FRAGMENT")
     _torchvision_ops.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _torchvision_ops.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def activate() -> None:
-    """Entry point of the group `sglang.srt.platforms`: provide `sgl_kernel`; never claims the platform."""
-    declare_torchvision_ops()
-    if cpu_engine() and importlib.util.find_spec("sgl_kernel") is None:
-        sys.modules["sgl_kernel"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel")
-
-
 def _torchvision_extension_loads() -> bool:
+    import torch
+
     # As `torchvision.extension._load_library` does; importing it would import torchvision.
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""Entry point of the group `sglang.srt.plugins`: the hooks and the attention backend of a machine without a GPU."""
+"""Entry point of the group `sglang.srt.plugins`: hooks and attention backend of a machine without a GPU."""
 
 from __future__ import annotations
 

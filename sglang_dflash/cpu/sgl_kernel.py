@@ -1,8 +1,8 @@
 """The operators of `sgl_kernel` that SGLang imports on a CPU, in torch.
 
-`sgl_kernel` has no CPU wheel on PyPI. :func:`sglang_dflash.cpu.platform.activate` installs this module under that
-name where no real one exists. Names, arguments and in-place outputs are those of `sgl_kernel`'s CPU build; each
-function names the Triton kernel of SGLang whose result it gives.
+`sgl_kernel` has no CPU wheel on PyPI. :func:`sglang_dflash.cpu.platform.activate` installs this module under
+that name where no real one exists. Names, arguments and in-place outputs are those of `sgl_kernel`'s CPU
+build; each function names the Triton kernel of SGLang whose result it gives.
 
 Legend: `bs` requests, `pool_len` columns of `req_to_token`.
 """
@@ -45,14 +45,17 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Gather each request's KV slots from its row, as `kernels.ops.speculative.cache_locs.assign_extend_cache_locs`.
+    """Gather each request's KV slots from its row.
+
+    As `kernels.ops.speculative.cache_locs.assign_extend_cache_locs`.
 
     Args:
         req_pool_indices: [bs] int64, rows of `req_to_token`.
         req_to_token: [num_rows, pool_len] int32.
         start_offset: [bs] int32 or int64.
         end_offset: [bs] int32 or int64.
-        out_cache_loc: [>= sum(end_offset - start_offset)] int64, written from its start; the rest is left alone.
+        out_cache_loc: [>= sum(end_offset - start_offset)] int64, written from its start; the rest is left
+            alone.
         pool_len: columns of `req_to_token`.
     """
     rows, columns = _ragged(req_pool_indices, start_offset, end_offset)
@@ -103,9 +106,7 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
         rows[tgt_loc] = rows[src_loc]
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
-) -> None:
+def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """Last accepted token per request, as `kernels.ops.speculative.eagle.fill_bonus_tokens`.
 
     Args:
@@ -118,13 +119,12 @@ def fill_bonus_tokens_cpu(
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
     """KV slots of the accepted rows, packed, as `kernels.ops.speculative.eagle.fill_accept_out_cache_loc`.
 
     Args:
-        accept_index: [bs, stride] or flat, integer, indices into `out_cache_loc`; -1 where nothing was accepted.
+        accept_index: [bs, stride] or flat, integer, indices into `out_cache_loc`; -1 where nothing was
+            accepted.
         out_cache_loc: [num_rows] int64.
         accept_out_cache_loc: [accept_index.numel()] int64, written from its start; the rest is left alone.
     """
@@ -143,7 +143,7 @@ def verify_tree_greedy_cpu(*args: object) -> None:
 
 
 def _ragged(req_pool_indices: Tensor, start_offset: Tensor, end_offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of every cell of the ranges, request after request: two [sum(end - start)] int64 tensors."""
+    """Row and column of every cell of the ranges, request after request: two [sum(end - start)] int64."""
     counts = (end_offset - start_offset).clamp(min=0).to(torch.int64)
     total = int(counts.sum())
     rows = torch.repeat_interleave(req_pool_indices.to(torch.int64), counts, output_size=total)

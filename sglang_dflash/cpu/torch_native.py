@@ -1,6 +1,6 @@
 """SGLang's `torch_native` attention backend, with what speculative decoding asks of it.
 
-Legend: `bs` requests, `B` query rows per verified request, `Hq` / `Hkv` query / KV heads, `D` head size, `W` window.
+Legend: `bs` requests, `B` query rows per verified request, `Hq` query heads, `Hkv` KV heads, `D` head size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
     """Adds `ForwardMode.TARGET_VERIFY`, and reads the KV of windowed layers where an SWA pool keeps it.
 
-    A verified request has `B = spec_info.draft_token_num` query rows at positions seq_lens..seq_lens+B-1, where
-    `seq_lens` does not count the block. A query at position p sees the keys at q <= p (the target's chain), or
-    every key of the context and of the block if the layer is `ENCODER_ONLY` (the drafter's block). A window
-    narrows that to p - sliding_window_size <= q, and q <= p + sliding_window_size; SGLang counts the query itself
-    apart, so `sliding_window_size` is W - 1.
+    A verified request has `B = spec_info.draft_token_num` query rows at positions seq_lens..seq_lens+B-1,
+    where `seq_lens` does not count the block. A query at position p sees the keys at q <= p (the target's
+    chain), or every key of the context and of the block if the layer is `ENCODER_ONLY` (the drafter's block).
+    A window narrows that to p - sliding_window_size <= q, and q <= p + sliding_window_size; SGLang counts the
+    query itself apart, so `sliding_window_size` is a model's window less one.
 
-    Every other forward goes to the parent class, except where it would read a windowed layer's KV at the locations
-    of the full pool.
+    Every other forward goes to the parent class, except where it would read a windowed layer's KV at the
+    locations of the full pool.
     """
 
     def forward_extend(
@@ -100,6 +100,7 @@ class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
         bidirectional = layer.attn_type == AttentionType.ENCODER_ONLY
         window = layer.sliding_window_size
         windowed = window is not None and window > -1
+        in_swa_pool = self.use_sliding_window_kv_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
 
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = queries.new_empty(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
@@ -109,7 +110,7 @@ class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
             # No query of this request sees a key before `first`. An SWA pool may have given its slot away.
             first = max(0, context_len - window) if windowed else 0
             locations = req_to_token[row, first : context_len + query_len].to(torch.int64)
-            if windowed and self.use_sliding_window_kv_pool:
+            if in_swa_pool:
                 locations = self.token_to_kv_pool.translate_loc_from_full_to_swa(locations)
             positions = torch.arange(first, context_len + query_len)
             output[start : start + query_len] = scaled_dot_product_attention(

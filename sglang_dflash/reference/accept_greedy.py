@@ -7,9 +7,7 @@ import torch
 from sglang_dflash.accept import Acceptance
 
 
-def accept_greedy(
-    block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor
-) -> Acceptance:
+def accept_greedy(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
     """Longest draft prefix the target agrees with, then the bonus token.
 
     Args:

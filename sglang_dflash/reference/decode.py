@@ -114,9 +114,7 @@ def context_features(hidden_states: tuple[Tensor, ...], drafter: ReferenceDrafte
     """
     layer_ids = drafter.config.target_layer_ids
     if max(layer_ids) + 1 >= len(hidden_states) - 1:
-        raise ValueError(
-            f"target_layer_ids {layer_ids} must leave out the last of {len(hidden_states) - 1} layers"
-        )
+        raise ValueError(f"target_layer_ids {layer_ids} must leave out the last of {len(hidden_states) - 1} layers")
     return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1).to(drafter.fc.weight.dtype)
 
 
@@ -157,9 +155,7 @@ def draft_block(
     block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
     block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
     context_positions = torch.arange(seq_len, device=target.device)
-    hidden = drafter(
-        block_embeds[None, None], block_positions[None, None], context_kv, context_positions[None]
-    )
+    hidden = drafter(block_embeds[None, None], block_positions[None, None], context_kv, context_positions[None])
     return target.get_output_embeddings()(hidden[0, 0, 1:].to(target.dtype)).argmax(-1)
 
 

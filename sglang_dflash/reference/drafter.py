@@ -78,9 +78,7 @@ class ReferenceConfig:
         )
 
 
-def block_masks(
-    config: ReferenceConfig, context_positions: Tensor, block_positions: Tensor
-) -> dict[str, Tensor]:
+def block_masks(config: ReferenceConfig, context_positions: Tensor, block_positions: Tensor) -> dict[str, Tensor]:
     """Which keys every block row sees, for each kind of layer in the drafter.
 
     A row sees the context strictly before its block's first position (the anchor) and its own block's rows.

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from sglang_dflash.kernels.write_context_kv import write_context_kv
+from sglang_dflash.reference.write_context_kv import KVBuffers
+from sglang_dflash.reference.write_context_kv import write_context_kv as reference
+
+SLOTS = 200
+
+
+def buffers(layers, heads, head_dim, dtype, device) -> KVBuffers:
+    k, v = (
+        [torch.full((SLOTS, heads, head_dim), float("nan"), dtype=dtype, device=device) for _ in range(layers)]
+        for _ in range(2)
+    )
+    pointers = [torch.tensor([t.data_ptr() for t in side], dtype=torch.uint64, device=device) for side in (k, v)]
+    return KVBuffers(k, v, *pointers)
+
+
+def rope_cache(positions, head_dim, device):
+    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.arange(positions, device=device)[:, None] * inverse
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17, 63])
+@pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 64), (3, 2, 64), (2, 3, 80), (5, 8, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
+    kv = torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype)
+    args = (
+        kv,
+        torch.rand(layers, head_dim, device=device).to(dtype) + 0.5,
+        1e-6,
+        rope_cache(300, head_dim, device),
+        torch.randint(0, 300, (tokens,), device=device),
+        torch.randperm(SLOTS, device=device)[:tokens],
+    )
+    got, want = (buffers(layers, heads, head_dim, dtype, device) for _ in range(2))
+    write_context_kv(*args, got)
+    reference(*args, want)
+    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or layer is far
+    # outside of either bound.
+    bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-7
+    for side in ("k", "v"):
+        for mine, theirs in zip(getattr(got, side), getattr(want, side), strict=True):
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            mine, theirs = mine.double().nan_to_num(), theirs.double().nan_to_num()
+            assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
+def test_values_are_copied_and_keys_rotate(device):
+    kv = torch.randn(1, 1, 2, 1, 64, device=device)
+    out = buffers(1, 1, 64, torch.float32, device)
+    cache = rope_cache(5, 64, device)
+    one, slot = torch.ones(1, 64, device=device), torch.tensor([3], device=device)
+    write_context_kv(kv, one, 0.0, cache, torch.tensor([0], device=device), slot, out)
+    torch.testing.assert_close(out.v[0][3, 0], kv[0, 0, 1, 0], rtol=0, atol=0)
+    # Position 0 does not rotate: what is left is the norm.
+    key = kv[0, 0, 0, 0]
+    torch.testing.assert_close(out.k[0][3, 0], key / key.square().mean().sqrt())
+    untouched = torch.ones(SLOTS, dtype=torch.bool, device=device)
+    untouched[3] = False
+    assert out.k[0][untouched].isnan().all()
