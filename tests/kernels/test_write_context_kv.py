@@ -39,8 +39,8 @@ def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
     got, want = (buffers(layers, heads, head_dim, dtype, device) for _ in range(2))
     write_context_kv(*args, got)
     reference(*args, want)
-    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or layer is far
-    # outside of either bound.
+    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or layer is
+    # far outside of either bound.
     bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-7
     for side in ("k", "v"):
         for mine, theirs in zip(getattr(got, side), getattr(want, side), strict=True):

@@ -1,0 +1,59 @@
+"""Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
+
+usage: generate.py BACKEND none|dflash OUTPUT [VARIED_LENGTHS]
+"""
+
+import json
+import sys
+
+import sglang
+from transformers import AutoTokenizer
+
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
+
+NEW_TOKENS = 128
+
+
+def main(backend: str, mode: str, output: str, varied: bool) -> None:
+    kwargs = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+    engine = sglang.Engine(
+        model_path=str(TARGET_DIR),
+        dtype="bfloat16",
+        attention_backend=backend,
+        max_total_tokens=60_000,
+        mem_fraction_static=0.5,
+        max_running_requests=64,
+        cuda_graph_bs_decode=[1, 2, 4, 8],
+        disable_prefill_cuda_graph=True,
+        log_level="warning",
+        **(kwargs if mode == "dflash" else {}),
+    )
+    server_info = engine.get_server_info()["internal_states"][0]
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
+    sampling = [
+        # Requests that end at different times take the running batch through every size.
+        {"temperature": 0, "max_new_tokens": 16 * (1 + i % 8) if varied else NEW_TOKENS, "ignore_eos": True}
+        for i in range(len(prompts))
+    ]
+    options = {"return_logprob": True, "top_logprobs_num": 2} if mode == "none" else {}
+    outputs = []
+    for start in range(0, len(prompts), 8):
+        rows = slice(start, start + 8)
+        outputs += engine.generate(input_ids=prompts[rows], sampling_params=sampling[rows], **options)
+    engine.shutdown()
+    results = [
+        {
+            "output_ids": out["output_ids"],
+            "verify_ct": out["meta_info"].get("spec_verify_ct"),
+            # (log probability, token id, text) of the two best tokens at every position.
+            "top2": [[entry[0] for entry in best] for best in out["meta_info"].get("output_top_logprobs", [])],
+        }
+        for out in outputs
+    ]
+    with open(output, "w") as f:
+        json.dump({"worker": server_info.get("sglang_dflash"), "results": results}, f)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], varied=len(sys.argv) > 4)
