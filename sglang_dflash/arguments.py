@@ -5,12 +5,16 @@ Takes the place of SGLang's `speculative_hook._handle_dflash`, which runs while 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
+from transformers import PretrainedConfig
 
 from sglang_dflash import hooks
 from sglang_dflash.config import (
@@ -25,32 +29,61 @@ logger = logging.getLogger(__name__)
 
 DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
 
-# Server features that DFLASH does not support, as (flag, ServerArgs field, the value that leaves it off).
+# Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults. SGLang derives the
+# flag from the field, with dashes.
 UNSUPPORTED = (
-    ("--pipeline-parallel-size", "pp_size", 1),
-    ("--enable-dp-attention", "enable_dp_attention", False),
-    ("--enable-lora", "enable_lora", None),
-    ("--lora-paths", "lora_paths", None),
-    ("--enable-two-batch-overlap", "enable_two_batch_overlap", False),
-    ("--enable-pdmux", "enable_pdmux", False),
-    ("--disaggregation-mode", "disaggregation_mode", "null"),
-    ("--enable-hierarchical-cache", "enable_hierarchical_cache", False),
-    ("--enable-unified-memory", "enable_unified_memory", False),
-    ("--dcp-size", "dcp_size", 1),
-    ("--speculative-adaptive", "speculative_adaptive", False),
-    ("--speculative-token-map", "speculative_token_map", None),
-    ("--speculative-use-rejection-sampling", "speculative_use_rejection_sampling", False),
-    ("--speculative-draft-window-size", "speculative_draft_window_size", None),
-    ("--speculative-accept-threshold-single", "speculative_accept_threshold_single", 1.0),
-    ("--speculative-accept-threshold-acc", "speculative_accept_threshold_acc", 1.0),
+    # How the work is spread: DFLASH knows tensor parallelism and independent replicas.
+    "pp_size",
+    "dcp_size",
+    "attn_cp_size",
+    "enable_prefill_cp",
+    "enable_dp_attention",
+    "enable_attn_tp_input_scattered",
+    "enable_two_batch_overlap",
+    "enable_pdmux",
+    # KV that moves between servers or tiers, or is laid out differently: the drafter's context would not follow.
+    "disaggregation_mode",
+    "enable_hierarchical_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_hisparse",
+    "enable_unified_memory",
+    "enable_page_major_kv_layout",
+    "prefill_only_disable_kv_cache",
+    # What is served, and what is returned with it.
+    "is_embedding",
+    "encoder_only",
+    "dllm_algorithm",
+    "enable_lora",
+    "lora_paths",
+    "torchao_config",
+    "enable_strict_thinking",
+    "enable_return_routed_experts",
+    "enable_return_indexer_topk",
+    # Speculation: options of other algorithms, which would be ignored.
+    "speculative_adaptive",
+    "speculative_adaptive_config",
+    "speculative_token_map",
+    "speculative_use_rejection_sampling",
+    "speculative_draft_window_size",
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+    "speculative_moe_runner_backend",
+    "speculative_moe_a2a_backend",
+    "speculative_skip_dp_mlp_sync",
+    "enable_multi_layer_eagle",
+    "decrypted_draft_config_file",
+    "spec_trace_dir",
 )
+UNSUPPORTED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_spec_")
 
 
 def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
-    """AROUND `speculative_hook.handle_speculative_decoding`: look at the drafter's path before SGLang opens it."""
+    """AROUND `speculative_hook.handle_speculative_decoding`, which completes some arguments and opens the drafter."""
     if is_dflash(server_args):
         hooks.verify()
-        check_checkpoint_path(server_args.speculative_draft_model_path)
+        refuse_unsupported(server_args)
+        load_drafter_config(server_args)
     original(server_args)
 
 
@@ -65,9 +98,12 @@ def handle_dflash(server_args: ServerArgs) -> None:
     Raises:
         ConfigError: naming the flag or checkpoint field, and its value.
     """
-    refuse_unsupported(server_args)
+    hooks.verify()
     drafter = load_drafter_config(server_args)
     drafter.check_target(target_facts(server_args))
+    drafter.check_tensor_parallel(server_args.tp_size)
+    check_context_length(server_args)
+    check_dtypes(server_args)
     block_size = resolve_block_size(
         drafter.block_size, server_args.speculative_dflash_block_size, server_args.speculative_num_draft_tokens
     )
@@ -94,10 +130,41 @@ def handle_dflash(server_args: ServerArgs) -> None:
 
 def refuse_unsupported(server_args: ServerArgs) -> None:
     view = resolved_view(server_args)
-    for flag, field, off in UNSUPPORTED:
-        value = getattr(view, field)
-        if value != off and value:
-            raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+    for field in dataclasses.fields(ServerArgs):
+        if field.name not in UNSUPPORTED and not field.name.startswith(UNSUPPORTED_PREFIXES):
+            continue
+        value = getattr(view, field.name)
+        # A switch may be None, False or an empty list where it is off; 0 is a value.
+        if value == field.default or value is None or value is False or value == []:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+
+
+def check_dtypes(server_args: ServerArgs) -> None:
+    """The drafter computes, and keeps its KV, in the model's dtype."""
+    quantization = server_args.speculative_draft_model_quantization
+    if quantization is not None:
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {quantization} (--quantization where it is left out): DFLASH "
+            "needs an unquantised drafter; set --speculative-draft-model-quantization unquant."
+        )
+    kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
+    if kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH keeps its drafter's KV in the model's dtype; leave it at auto."
+        )
+
+
+def check_context_length(server_args: ServerArgs) -> None:
+    """SGLang refuses a drafter with a shorter context than the target's, without saying whose context it is."""
+    served = server_args.get_model_config().context_len
+    trained = get_context_length(read_drafter(server_args))
+    if served > trained and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        raise ConfigError(
+            f"max_position_embeddings={trained} of drafter {server_args.speculative_draft_model_path} does not reach "
+            f"the target's context of {served} tokens; set --context-length {trained}."
+        )
 
 
 def draft_attention_backend(server_args: ServerArgs) -> str:
@@ -117,24 +184,35 @@ def draft_attention_backend(server_args: ServerArgs) -> str:
     return backend
 
 
-def load_drafter_config(server_args: ServerArgs) -> DFlashConfig:
-    """The drafter's checkpoint config, with `--json-model-override-args` applied as SGLang does."""
+def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
+    """The drafter's `config.json`, with `--json-model-override-args` applied as SGLang does."""
     path = server_args.speculative_draft_model_path
     check_checkpoint_path(path)
-    hf_config = get_config(
-        path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=server_args.speculative_draft_model_revision,
-        model_override_args=json.loads(server_args.json_model_override_args),
-    )
-    return DFlashConfig.from_dict(hf_config.to_dict(), path)
+    try:
+        return get_config(
+            path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.speculative_draft_model_revision,
+            model_override_args=json.loads(server_args.json_model_override_args),
+        )
+    except (OSError, ValueError) as error:
+        # transformers names neither the flag nor, for a repository, the path.
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--speculative-draft-model-path {path} cannot be read: {reason}") from error
+
+
+def load_drafter_config(server_args: ServerArgs) -> DFlashConfig:
+    return DFlashConfig.from_dict(read_drafter(server_args).to_dict(), server_args.speculative_draft_model_path)
 
 
 def target_facts(server_args: ServerArgs) -> TargetFacts:
-    text_config = server_args.get_model_config().hf_text_config
+    model_config = server_args.get_model_config()
+    text_config = model_config.hf_text_config
     return TargetFacts(
         path=server_args.model_path,
+        architecture=model_config.hf_config.architectures[0],
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,
         num_layers=text_config.num_hidden_layers,
+        is_recurrent=mambaish_config(model_config) is not None,
     )

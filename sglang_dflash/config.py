@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -74,25 +75,27 @@ class DFlashConfig:
             ConfigError: not a DFlash checkpoint, or a field is missing or makes no sense.
         """
         architectures = config.get("architectures") or []
-        if ARCHITECTURE not in architectures or "dflash_config" not in config:
+        has_dflash = isinstance(config.get("dflash_config"), dict)
+        if ARCHITECTURE not in architectures or not has_dflash:
             raise ConfigError(
                 f"--speculative-draft-model-path {path} is not a DFlash checkpoint: its config.json has "
-                f"architectures={architectures} and {'no ' if 'dflash_config' not in config else ''}dflash_config; "
+                f"architectures={architectures} and {'a' if has_dflash else 'no'} dflash_config; "
                 f"expected architectures=['{ARCHITECTURE}'] and a dflash_config."
             )
         read = _Reader(config, path)
         num_layers = read.positive_int("num_hidden_layers")
         num_target_layers = read.positive_int("num_target_layers")
+        num_heads, num_kv_heads = read.heads()
         return cls(
             path=path,
             hidden_size=read.positive_int("hidden_size"),
-            num_attention_heads=read.positive_int("num_attention_heads"),
-            num_key_value_heads=read.positive_int("num_key_value_heads"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
             head_dim=read.positive_int("head_dim"),
             intermediate_size=read.positive_int("intermediate_size"),
             attention_bias=bool(config.get("attention_bias", False)),
             vocab_size=read.positive_int("vocab_size"),
-            block_size=read.positive_int("block_size"),
+            block_size=read.block_size(),
             mask_token_id=read.mask_token_id(),
             target_layer_ids=read.target_layer_ids(num_layers, num_target_layers),
             num_target_layers=num_target_layers,
@@ -102,6 +105,11 @@ class DFlashConfig:
     def check_target(self, target: TargetFacts) -> None:
         """Raise :class:`ConfigError` naming the first field that does not fit the target."""
         where = f"drafter {self.path}"
+        if target.is_recurrent:
+            raise ConfigError(
+                f"the target {target.path} ({target.architecture}) has recurrent layers (Mamba, linear attention), "
+                "whose state DFLASH cannot take back to the accepted prefix yet."
+            )
         if self.hidden_size != target.hidden_size:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} of {where} does not fit the target {target.path}, which has "
@@ -130,15 +138,31 @@ class DFlashConfig:
                 f"{target.path}, which has vocab_size={target.vocab_size}."
             )
 
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Raise :class:`ConfigError` naming the field that cannot be spread over `tp_size` ranks."""
+        sizes = {"num_attention_heads": self.num_attention_heads, "intermediate_size": self.intermediate_size}
+        # Fewer KV heads than ranks are replicated.
+        if self.num_key_value_heads >= tp_size or tp_size % self.num_key_value_heads:
+            sizes["num_key_value_heads"] = self.num_key_value_heads
+        for field, size in sizes.items():
+            if size % tp_size:
+                raise ConfigError(f"{field}={size} of drafter {self.path} does not divide over --tp-size {tp_size}.")
+
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a drafter must agree with."""
+    """What a drafter must agree with.
+
+    Attributes:
+        is_recurrent: some layers keep a state instead of KV.
+    """
 
     path: str
+    architecture: str
     hidden_size: int
     vocab_size: int
     num_layers: int
+    is_recurrent: bool
 
 
 class _Reader:
@@ -157,6 +181,18 @@ class _Reader:
             raise self.error(field, value, "a positive integer")
         return value
 
+    def block_size(self) -> int:
+        value = self.positive_int("block_size")
+        if value < 2:
+            raise self.error("block_size", value, "at least 2: the bonus token and one mask token")
+        return value
+
+    def heads(self) -> tuple[int, int]:
+        heads, kv_heads = self.positive_int("num_attention_heads"), self.positive_int("num_key_value_heads")
+        if heads % kv_heads:
+            raise self.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+        return heads, kv_heads
+
     def mask_token_id(self) -> int:
         value = self.dflash.get("mask_token_id", self.config.get("mask_token_id"))
         if not _is_int(value):
@@ -167,7 +203,7 @@ class _Reader:
         ids = self.dflash.get("target_layer_ids")
         if ids is None:
             ids = default_target_layer_ids(num_layers, num_target_layers)
-        if not ids or not all(_is_int(i) for i in ids) or len(set(ids)) != len(ids) or sorted(ids) != list(ids):
+        if not _is_ascending(ids):
             raise self.error("dflash_config.target_layer_ids", ids, "ascending, distinct layer numbers")
         return tuple(ids)
 
@@ -175,9 +211,11 @@ class _Reader:
         kinds = self.config.get("layer_types")
         if kinds is None or not self.config.get("use_sliding_window", True):
             kinds = ["full_attention"] * num_layers
-        if len(kinds) != num_layers:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise self.error("layer_types", kinds, f"one entry for each of {num_layers} layers")
         is_causal = self.dflash.get("is_causal", self.config.get("is_causal"))
+        if is_causal not in (None, True, False):
+            raise self.error("is_causal", is_causal, "true, false or nothing")
         return tuple(self._layer(kind, is_causal) for kind in kinds)
 
     def _layer(self, kind: str, is_causal: bool | None) -> LayerAttention:
@@ -195,6 +233,12 @@ class _Reader:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ascending(ids: object) -> bool:
+    if not isinstance(ids, list | tuple) or not ids or not all(_is_int(i) for i in ids):
+        return False
+    return all(low < high for low, high in pairwise(ids))
 
 
 def default_target_layer_ids(num_ids: int, num_target_layers: int) -> list[int]:

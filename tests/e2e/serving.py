@@ -1,4 +1,4 @@
-"""Real `sglang.launch_server` processes on the CPU, serving the tiny pair in float32, and requests to them."""
+"""Real servers of the tiny pair, `python -m sglang.launch_server` in float32 on the CPU, and requests to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,40 +21,43 @@ import requests
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
-BLOCK_SIZE = 16
-START_SECONDS = 300
-REQUEST_SECONDS = 300
+START_SECONDS = 240
+REQUEST_SECONDS = 240
 
-# OMP: more than one thread per process makes busy cores wait for each other. The rest are SGLang's own checks of its
-# pools, after every step: slots that leak, are freed twice, or are used after they were freed, end the server.
+# The last three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
+# freed twice or is used after it was freed ends the server.
 ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-BASE_FLAGS = {
+FLAGS = {
     "model-path": str(TARGET_DIR),
     "device": "cpu",
     "dtype": "float32",
     "attention-backend": "torch_native",
     "max-total-tokens": 20000,
     "max-running-requests": 16,
+    # An idle scheduler would keep a core busy.
+    "sleep-on-idle": True,
 }
 DFLASH_FLAGS = {"speculative-algorithm": "DFLASH", "speculative-draft-model-path": str(DRAFTER_DIR)}
+
+SAMPLING_PARAMS = ("temperature", "max_new_tokens", "ignore_eos", "stop", "stop_token_ids", "no_stop_trim", "n")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with, besides the pair: hashable, so that tests of the same settings share a server.
+    """What servers are started with besides the pair. Hashable: tests of the same settings share servers.
 
     Attributes:
-        name: shown in the test's id.
-        flags: of `launch_server`, without the dashes; a value of True is a flag without a value.
-        dflash_flags: as `flags`, where speculation is on.
-        env: on top of `ENV`.
+        name: for the tests' ids.
+        flags: of `launch_server`, without dashes; True stands for a flag without a value.
+        dflash_flags: flags that only the server with speculation gets.
+        env: environment variables.
     """
 
     name: str
@@ -64,39 +68,39 @@ class Settings:
     def __str__(self) -> str:
         return self.name
 
-    def command_line(self, dflash: bool) -> list[str]:
-        flags = BASE_FLAGS | dict(self.flags)
+    @property
+    def block_size(self) -> int:
+        return dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+
+    def command(self, dflash: bool) -> tuple[str, ...]:
+        flags = FLAGS | dict(self.flags)
         if dflash:
             flags |= DFLASH_FLAGS | dict(self.dflash_flags)
-        return [
-            part
-            for flag, value in flags.items()
-            for part in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])
-        ]
+        parts = [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in flags.items()]
+        return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
 
 
-class ServerError(RuntimeError):
-    """The server died or never came up; the message ends with its log's tail."""
+class ServerError(AssertionError):
+    """The server died, did not come up or refused a request; ends with the tail of its log."""
 
 
 class Server:
-    """One `python -m sglang.launch_server` on a free loopback port; a context manager that leaves no process."""
+    """One server on a free loopback port. `stop` ends every process that it started, and so does Python's exit."""
 
-    def __init__(self, settings: Settings, *, dflash: bool, log_path: Path) -> None:
-        self.log_path = log_path
+    def __init__(self, settings: Settings, dflash: bool, log_path: Path) -> None:
+        self.settings = settings
         self.dflash = dflash
+        self.log_path = log_path
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self._url = f"http://127.0.0.1:{port}"
         self._http = requests.Session()
         self._http.trust_env = False
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
-        self._http.mount("http://", adapter)
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
+        self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command + settings.command_line(dflash),
+                [*settings.command(dflash), "--host", "127.0.0.1", "--port", str(port)],
                 env=os.environ | ENV | dict(settings.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -104,41 +108,36 @@ class Server:
             )
         atexit.register(self.stop)
 
-    def __enter__(self) -> Server:
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def wait_until_ready(self) -> None:
+        """Wait for `/health`, then make sure who serves: our worker if DFLASH was asked for, else none."""
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            self.check_alive()
-            try:
-                if self._http.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except requests.RequestException:
-                pass
-            time.sleep(0.25)
-        raise ServerError(f"not ready after {START_SECONDS} s:\n{self.log_tail()}")
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended with status {self._process.returncode}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"the server is not ready after {START_SECONDS} s\n{self.log_tail()}")
+            time.sleep(0.2)
+        described = self.internal_state().get("sglang_dflash")
+        if self.dflash:
+            assert described is not None, f"SGLang's own worker serves DFLASH\n{self.log_tail()}"
+            assert described["worker"] == "DFlashWorker"
+            assert described["block_size"] == self.settings.block_size
+        else:
+            assert described is None
 
-    def check_alive(self) -> None:
-        if self._process.poll() is not None:
-            raise ServerError(f"the server ended with {self._process.returncode}:\n{self.log_tail()}")
+    def _is_healthy(self) -> bool:
+        try:
+            return self._http.get(f"{self._url}/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
 
     def stop(self) -> None:
-        """End the server and every process that it started."""
         atexit.unregister(self.stop)
         self._http.close()
         if self._process.poll() is not None:
             return
-        processes = [psutil.Process(self._process.pid)]
-        processes += processes[0].children(recursive=True)
+        server = psutil.Process(self._process.pid)
+        processes = [server, *server.children(recursive=True)]
         for process in processes:
             try:
                 process.kill()
@@ -151,61 +150,157 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = 60) -> str:
-        return f"{self.log_path}:\n" + "\n".join(self.log().splitlines()[-lines:])
+        return "\n".join([f"--- {self.log_path}", *self.log().splitlines()[-lines:]])
 
-    def get(self, path: str) -> requests.Response:
-        return self._request("GET", path)
+    # --- HTTP -------------------------------------------------------------------------------------------------------
 
-    def post(self, path: str, body: dict | None = None, *, stream: bool = False) -> requests.Response:
-        return self._request("POST", path, json=body, stream=stream)
+    def get(self, path: str) -> Any:
+        return self._answer(self._request("GET", path))
+
+    def post(self, path: str, body: dict | None = None) -> Any:
+        return self._answer(self._request("POST", path, json=body))
+
+    def try_post(self, path: str, body: dict) -> requests.Response:
+        """As `post`, for a request that may be refused."""
+        return self._request("POST", path, json=body)
+
+    def post_stream(self, path: str, body: dict) -> Iterator[dict]:
+        """The chunks of a server-sent event stream as they come; closing the iterator disconnects."""
+        # A connection of its own, which is really closed with the iterator.
+        with requests.Session() as http:
+            http.trust_env = False
+            response = http.post(f"{self._url}{path}", json=body, stream=True, timeout=REQUEST_SECONDS)
+            with closing(response):
+                self._check(response)
+                for line in response.iter_lines(chunk_size=1):
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        yield json.loads(line.removeprefix(b"data: "))
 
     def _request(self, method: str, path: str, **kwargs: Any) -> requests.Response:
         try:
-            return self._http.request(method, f"{self.url}{path}", timeout=REQUEST_SECONDS, **kwargs)
+            return self._http.request(method, f"{self._url}{path}", timeout=REQUEST_SECONDS, **kwargs)
         except requests.RequestException as error:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 
-    def server_info(self) -> dict:
-        response = self.get("/server_info")
-        response.raise_for_status()
-        return response.json()
+    def _check(self, response: requests.Response) -> None:
+        if response.status_code != 200:
+            raise ServerError(f"{response.url}: {response.status_code} {response.text}\n{self.log_tail()}")
 
-    def internal_state(self) -> dict:
-        return self.server_info()["internal_states"][0]
+    def _answer(self, response: requests.Response) -> Any:
+        self._check(response)
+        return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
-    def flush_cache(self) -> None:
-        """Empty the radix cache; refused while a request is alive, so this waits for the last to be gone."""
-        response = self.post("/flush_cache?timeout=30")
-        assert response.status_code == 200, f"{response.text}\n{self.log_tail()}"
+    # --- SGLang's API -----------------------------------------------------------------------------------------------
 
-    def generate(self, input_ids: list, **body: Any) -> Any:
-        """`/generate`, greedily: one answer for a prompt, a list of answers for a list of prompts.
+    def generate(self, input_ids: list, **options: Any) -> Any:
+        """Greedy `/generate`: one answer for a prompt, a list for a list of prompts (or for n > 1).
 
-        Sampling parameters are given by name among the other fields of the request.
+        Options are fields of the request or of its `sampling_params`.
         """
-        response = self.post("/generate", generate_body(input_ids, body))
-        assert response.status_code == 200, f"{response.status_code} {response.text}\n{self.log_tail()}"
-        return response.json()
+        return self.post("/generate", generate_body(input_ids, options))
 
     def generate_concurrently(self, requests_: list[dict]) -> list[dict]:
-        """Several requests at a time, each in its own HTTP connection: keywords of `generate`, answers in order."""
-        with ThreadPoolExecutor(len(requests_)) as threads:
-            return list(threads.map(lambda body: self.generate(**body), requests_))
+        """Many requests at a time, one connection each: the arguments of `generate` in, answers in order out."""
+        with ThreadPoolExecutor(min(len(requests_), 64)) as threads:
+            return list(threads.map(lambda request: self.generate(**request), requests_))
 
-    def stream(self, input_ids: list[int], **body: Any) -> Iterator[dict]:
-        """`/generate` with `stream`: the chunks as they come; closing the iterator disconnects."""
-        response = self.post("/generate", generate_body(input_ids, body) | {"stream": True}, stream=True)
-        with response:
-            assert response.status_code == 200, f"{response.status_code} {response.text}\n{self.log_tail()}"
-            for line in response.iter_lines():
-                if line.startswith(b"data: ") and line != b"data: [DONE]":
-                    yield json.loads(line.removeprefix(b"data: "))
+    def stream(self, input_ids: list[int], **options: Any) -> Iterator[dict]:
+        """Greedy `/generate` with `stream`: every chunk holds the whole answer so far."""
+        return self.post_stream("/generate", generate_body(input_ids, options) | {"stream": True})
+
+    def internal_state(self) -> dict:
+        return self.get("/server_info")["internal_states"][0]
+
+    def load(self) -> dict:
+        return self.get("/v1/loads")["loads"][0]
+
+    def flush_cache(self) -> None:
+        """Empty the radix cache once every request has ended; fails if one goes on for 30 s."""
+        self.post("/flush_cache?timeout=30")
 
 
-SAMPLING = ("max_new_tokens", "ignore_eos", "stop", "stop_token_ids", "n", "no_stop_trim", "temperature")
+def generate_body(input_ids: list, options: dict[str, Any]) -> dict[str, Any]:
+    sampling_params = {name: options[name] for name in SAMPLING_PARAMS if name in options}
+    fields = {name: value for name, value in options.items() if name not in SAMPLING_PARAMS}
+    return {"input_ids": input_ids, "sampling_params": {"temperature": 0} | sampling_params} | fields
 
 
-def generate_body(input_ids: list, body: dict[str, Any]) -> dict[str, Any]:
-    sampling = {"temperature": 0} | {name: body[name] for name in SAMPLING if name in body}
-    rest = {name: value for name, value in body.items() if name not in SAMPLING}
-    return {"input_ids": input_ids, "sampling_params": sampling} | rest
+@dataclass(frozen=True)
+class Pair:
+    """Two servers of the same settings, with DFLASH and without."""
+
+    dflash: Server
+    plain: Server
+
+    def ask(self, call: Callable[[Server], Any]) -> tuple[Any, Any]:
+        """What a call gives on each server; both run at the same time."""
+        with ThreadPoolExecutor(2) as threads:
+            return tuple(threads.map(call, (self.dflash, self.plain)))
+
+    def lossless(self, call: Callable[[Server], Any]) -> Any:
+        """DFLASH's answers to a call, which have to be those without speculation."""
+        dflash, plain = self.ask(call)
+        assert_same_answers(dflash, plain)
+        return dflash
+
+
+def assert_same_answers(dflash: Any, plain: Any) -> None:
+    """Tokens, text and finish reason of one answer, or of every answer of a list, are equal."""
+    if isinstance(plain, dict):
+        dflash, plain = [dflash], [plain]
+    assert len(dflash) == len(plain) > 0
+    for index, (mine, expected) in enumerate(zip(dflash, plain)):
+        tokens, expected_tokens = mine["output_ids"], expected["output_ids"]
+        same = next((i for i, (a, b) in enumerate(zip(tokens, expected_tokens)) if a != b), None)
+        assert tokens == expected_tokens, f"answer {index} of {len(plain)} differs from token {same}"
+        assert mine["text"] == expected["text"]
+        assert mine["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
+class ServerKeeper:
+    """Starts servers on demand, and keeps two: those which were used last."""
+
+    CAPACITY = 2
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._servers: dict[tuple, Server] = {}
+        self._started = 0
+
+    @property
+    def servers(self) -> list[Server]:
+        return list(self._servers.values())
+
+    def pair(self, settings: Settings) -> Pair:
+        return Pair(*self._get([(settings, True), (settings, False)]))
+
+    def server(self, settings: Settings, dflash: bool) -> Server:
+        return self._get([(settings, dflash)])[0]
+
+    def stop(self) -> None:
+        for key in list(self._servers):
+            self._servers.pop(key).stop()
+
+    def _get(self, wanted: list[tuple[Settings, bool]]) -> list[Server]:
+        # Servers without speculation are the same whatever DFLASH's flags are.
+        keys = [(settings.command(dflash), settings.env) for settings, dflash in wanted]
+        spare = [key for key in self._servers if key not in keys]
+        missing = [key for key in keys if key not in self._servers]
+        while spare and len(self._servers) + len(missing) > self.CAPACITY:
+            self._servers.pop(spare.pop(0)).stop()
+        for key, (settings, dflash) in zip(keys, wanted):
+            if key in missing:
+                self._started += 1
+                name = f"{self._started:02d}-{settings}-{'dflash' if dflash else 'plain'}.log"
+                self._servers[key] = Server(settings, dflash, self._log_dir / name)
+        for key in missing:
+            try:
+                self._servers[key].wait_until_ready()
+            except BaseException:
+                # Otherwise the next test would take a server that never came up for a good one.
+                for started in missing:
+                    self._servers.pop(started).stop()
+                raise
+        for key in keys:
+            self._servers[key] = self._servers.pop(key)
+        return [self._servers[key] for key in keys]

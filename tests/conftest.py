@@ -1,0 +1,9 @@
+"""Without a GPU the tests run on SGLang's CPU engine, which has to be asked for before anything imports torch."""
+
+import os
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Two busy processes with more threads than cores slow each other down many times over.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

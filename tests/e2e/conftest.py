@@ -1,0 +1,76 @@
+"""Servers, prompts and the oracle.
+
+A test names its settings by `@pytest.mark.parametrize("settings", [...], indirect=True)` and asks for `pair`. As
+`settings` has the session's scope, pytest runs all tests of the same settings together, so each pair starts once.
+"""
+
+import pytest
+import torch
+from oracle import Oracle
+from serving import ServerKeeper
+from transformers import AutoTokenizer
+
+from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/e2e" in item.path.as_posix() and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="these tests serve on the CPU; see tests/gpu"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    keeper = getattr(item, "funcargs", {}).get("keeper")
+    if report.failed and keeper is not None:
+        report.sections += [(f"log of {server.log_path.stem}", server.log_tail()) for server in keeper.servers]
+    return report
+
+
+@pytest.fixture(scope="session")
+def keeper(tmp_path_factory):
+    keeper = ServerKeeper(tmp_path_factory.mktemp("servers"))
+    yield keeper
+    keeper.stop()
+
+
+@pytest.fixture(scope="session")
+def settings(request):
+    return request.param
+
+
+@pytest.fixture
+def pair(keeper, settings):
+    """Two servers with empty caches, which must be empty again after the test."""
+    pair = keeper.pair(settings)
+    pair.ask(lambda server: server.flush_cache())
+    yield pair
+    pair.ask(lambda server: server.flush_cache())
+    for server in (pair.dflash, pair.plain):
+        load = server.load()
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET_DIR)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer):
+    """60 prompts of 20 to 200 tokens."""
+    return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
+
+
+@pytest.fixture(scope="session")
+def mixed_prompts(prompts):
+    """16 prompts of 1 to several hundred tokens, among them the lengths around pages, chunks and blocks."""
+    text = sum(prompts, [])
+    lengths = [1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 256, 333, 500]
+    return [text[17 * i : 17 * i + length] for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    return Oracle()

@@ -1,0 +1,64 @@
+"""The batch-1 algorithm on Hugging Face's target, and how an answer of the server is compared with it."""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sglang_dflash.reference.decode import DFlashOutput, dflash_generate
+from sglang_dflash.reference.drafter import ReferenceDrafter
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+EOS = 0
+
+
+class Oracle:
+    """`dflash_generate` in float32; remembers what it has computed."""
+
+    def __init__(self) -> None:
+        # One thread, as the servers have.
+        torch.set_num_threads(1)
+        self._target = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32).eval()
+        self._drafter = ReferenceDrafter.from_pretrained(DRAFTER_DIR, torch.float32)
+        self._generate = functools.cache(self._compute)
+
+    def generate(
+        self, input_ids: list[int], max_new_tokens: int, *, ignore_eos: bool = False, block_size: int = 16
+    ) -> DFlashOutput:
+        return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, block_size)
+
+    def _compute(
+        self, input_ids: tuple[int, ...], max_new_tokens: int, ignore_eos: bool, block_size: int
+    ) -> DFlashOutput:
+        return dflash_generate(
+            self._target,
+            self._drafter,
+            torch.tensor(input_ids),
+            max_new_tokens,
+            block_size=block_size,
+            stop_token_ids=() if ignore_eos else (EOS,),
+        )
+
+
+def histogram(accept_lengths: list[int]) -> list[int]:
+    """As in `meta_info`: entry n counts the cycles with n correct drafts, up to the largest n that occurred."""
+    counts = [0] * max(accept_lengths, default=0)
+    for length in accept_lengths:
+        counts[length - 1] += 1
+    return counts
+
+
+def answer_lengths(output: DFlashOutput) -> list[int]:
+    """Length of the answer after the prefill and after every cycle."""
+    return [min(length, len(output.tokens)) for length in accumulate([1, *output.accept_lengths])]
+
+
+def assert_same_cycles(answer: dict, output: DFlashOutput) -> None:
+    """An answer of the server has the oracle's tokens, and its cycles accepted as many."""
+    meta_info = answer["meta_info"]
+    assert answer["output_ids"] == output.tokens
+    assert meta_info.get("spec_verify_ct", 0) == len(output.accept_lengths)
+    assert meta_info.get("spec_correct_drafts_histogram", []) == histogram(output.accept_lengths)

@@ -1,0 +1,66 @@
+"""DFLASH's answers are those without speculation, under every layout of KV slots and of steps."""
+
+import re
+
+import pytest
+from oracle import assert_same_cycles
+from serving import Settings
+
+DEFAULT = Settings("default")
+LAYOUTS = [
+    DEFAULT,
+    Settings("block2", dflash_flags=(("speculative-dflash-block-size", 2),)),
+    Settings("block8", dflash_flags=(("speculative-dflash-block-size", 8),)),
+    Settings("chunk64-sync", flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True))),
+    Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64))),
+    Settings("page64-sync", flags=(("page-size", 64), ("disable-overlap-schedule", True))),
+]
+
+pytestmark = pytest.mark.parametrize("settings", LAYOUTS, indirect=True, ids=str)
+
+
+def test_one_request(pair, prompts):
+    answer = pair.lossless(lambda server: server.generate(prompts[3], max_new_tokens=100, ignore_eos=True))
+
+    assert len(answer["output_ids"]) == 100
+    assert answer["meta_info"]["spec_verify_ct"] < 99, "no draft was ever accepted"
+
+
+def test_concurrent_requests_of_mixed_lengths(pair, mixed_prompts):
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 20 + 10 * (i % 7), "ignore_eos": i % 2 == 0}
+        for i, prompt in enumerate(mixed_prompts)
+    ]
+
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+
+
+def test_all_prompts(pair, prompts):
+    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=96))
+
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length", "stop"}
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 16, 17, 18])
+def test_few_tokens(pair, prompts, max_new_tokens):
+    answers = pair.lossless(lambda server: server.generate(prompts[:8], max_new_tokens=max_new_tokens, ignore_eos=True))
+
+    assert [len(answer["output_ids"]) for answer in answers] == [max_new_tokens] * 8
+
+
+def test_cycles_are_the_oracles(pair, prompts, mixed_prompts, oracle):
+    """Lossy context or a wrong mask would still give the right tokens, in more cycles."""
+    block_size = pair.dflash.settings.block_size
+    some = [mixed_prompts[0], mixed_prompts[12], mixed_prompts[15], *prompts[:5]]
+
+    for prompt, answer in zip(some, pair.dflash.generate(some, max_new_tokens=64)):
+        assert_same_cycles(answer, oracle.generate(prompt, 64, block_size=block_size))
+
+
+def test_long_prompts_are_prefilled_in_chunks(pair, mixed_prompts):
+    chunk = dict(pair.dflash.settings.flags).get("chunked-prefill-size", 2048)
+
+    pair.dflash.generate(mixed_prompts[-1], max_new_tokens=2)
+
+    prefilled = [int(num_tokens) for num_tokens in re.findall(r"#new-token: (\d+)", pair.dflash.log())]
+    assert min(chunk, len(mixed_prompts[-1])) <= max(prefilled) <= chunk

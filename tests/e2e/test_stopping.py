@@ -1,0 +1,89 @@
+"""A request that ends inside a block ends where it would have ended without speculation."""
+
+import pytest
+from oracle import EOS, answer_lengths
+from serving import Settings
+
+DEFAULT = Settings("default")
+CONTEXT_LENGTH = 2048
+
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
+
+
+@pytest.fixture(scope="module")
+def inner_tokens(prompts, oracle):
+    """(prompt, answer, i): token i of the answer is new in it, and neither the first nor the last of its cycle."""
+    found = []
+    for prompt in prompts:
+        output = oracle.generate(prompt, 96)
+        ends = {length - 1 for length in answer_lengths(output)}
+        starts = {end + 1 for end in ends}
+        tokens = output.tokens
+        inner = [i for i in range(20, len(tokens)) if tokens[i] not in tokens[:i] and i not in ends | starts]
+        if inner:
+            found.append((prompt, tokens, inner[0]))
+    assert len(found) >= 12
+    return found[:12]
+
+
+def test_eos_inside_a_block(pair, prompts, oracle):
+    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=128))
+
+    ended = [i for i, answer in enumerate(answers) if answer["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert len(ended) >= 3
+    cut = 0
+    for i in ended:
+        output = oracle.generate(prompts[i], 128)
+        assert answers[i]["output_ids"] == output.tokens
+        assert answers[i]["output_ids"].index(EOS) == len(output.tokens) - 1
+        cut += 1 + sum(output.accept_lengths) > len(output.tokens)
+    assert cut, "no answer ended before the end of its last block"
+
+
+def test_stop_token_inside_a_block(pair, inner_tokens):
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 96, "stop_token_ids": [tokens[i]]} for prompt, tokens, i in inner_tokens
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for (_, tokens, i), answer in zip(inner_tokens, answers):
+        assert answer["output_ids"] == tokens[: i + 1]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[i]}
+
+
+@pytest.mark.parametrize("no_stop_trim", [False, True])
+def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim):
+    requests, stops = [], []
+    for prompt, tokens, i in inner_tokens:
+        # Two tokens of text, so that the match begins in one token and ends in the next.
+        stop = tokenizer.decode(tokens[i - 1 : i + 1])
+        if stop in tokenizer.decode(tokens[:i]):
+            continue
+        stops.append(stop)
+        requests.append(
+            {"input_ids": prompt, "max_new_tokens": 96, "stop": [stop, "never seen"], "no_stop_trim": no_stop_trim}
+        )
+    assert len(requests) >= 8
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for stop, answer in zip(stops, answers):
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert (stop in answer["text"]) == no_stop_trim
+
+
+def test_context_limit(pair, prompts, mixed_prompts):
+    """Requests that fill the context, between others that must not notice."""
+    text = sum(prompts, [])
+    long_prompts = [text[start : start + CONTEXT_LENGTH - room] for start, room in ((0, 40), (500, 33), (900, 17), (1300, 5))]
+    long_requests = [{"input_ids": prompt, "max_new_tokens": CONTEXT_LENGTH - len(prompt), "ignore_eos": True} for prompt in long_prompts]
+    neighbours = [{"input_ids": prompt, "max_new_tokens": 120, "ignore_eos": True} for prompt in mixed_prompts[:5]]
+    requests = [request for both in zip(neighbours, long_requests) for request in both] + neighbours[4:]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for request, answer in zip(requests, answers):
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        room = CONTEXT_LENGTH - len(request["input_ids"])
+        assert len(answer["output_ids"]) >= min(request["max_new_tokens"], room - 2)
