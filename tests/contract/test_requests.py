@@ -1,0 +1,235 @@
+"""Requests to a real DFLASH server: what cannot be honoured gets a 4xx that says why, and nothing disturbs the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import requests
+import torch
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dflash.requests import HARMLESS, HONOURED, REFUSED, REFUSED_OUTPUTS
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+from serving import Server, Settings  # noqa: E402
+
+VOCAB_SIZE = 1024
+GREEDY = {"temperature": 0, "max_new_tokens": 24}
+GOOD = {"text": "    def has_header(self, sample):\n", "sampling_params": GREEDY}
+# Both have to be asked for before SGLang itself lets such requests through.
+SETTINGS = Settings("requests", flags=(("enable-custom-logit-processor", True), ("enable-return-hidden-states", True)))
+
+
+def test_every_sampling_parameter_is_classified():
+    classified = [*HARMLESS, *HONOURED, *REFUSED]
+    assert len(set(classified)) == len(classified)
+    assert set(classified) == {field.name for field in msgspec.structs.fields(SamplingParams)}
+
+
+def test_refused_outputs_exist():
+    assert set(REFUSED_OUTPUTS) <= {field.name for field in dataclasses.fields(GenerateReqInput)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("serves on the CPU")
+    server = Server(SETTINGS, True, tmp_path_factory.mktemp("requests") / "server.log")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def good_text(server):
+    return server.post("/generate", GOOD)["text"]
+
+
+@pytest.fixture
+def undisturbed(server, good_text):
+    """After the test, the next good request gets the answer it always gets."""
+    yield
+    assert server.post("/generate", GOOD)["text"] == good_text
+
+
+def sampling(**params) -> dict:
+    return {"text": GOOD["text"], "sampling_params": GREEDY | params}
+
+
+def prompt(**fields) -> dict:
+    return fields | {"sampling_params": GREEDY}
+
+
+MALFORMED = {
+    "no prompt": prompt(),
+    "text is a number": prompt(text=5),
+    "text is empty": prompt(text=""),
+    "batch with a number": prompt(text=["x", 5]),
+    "ids are a string": prompt(input_ids="abc"),
+    "ids are floats": prompt(input_ids=[1.5, 2]),
+    "ids are nested too deep": prompt(input_ids=[[[1]]]),
+    "ids are empty": prompt(input_ids=[]),
+    "ids of a batch are empty": prompt(input_ids=[[]]),
+    "one of a batch is empty": prompt(input_ids=[[5, 6], []]),
+    "id of the vocabulary's size": prompt(input_ids=[5, VOCAB_SIZE]),
+    "id is negative": prompt(input_ids=[5, -1]),
+    "id of 41 bits": prompt(input_ids=[2**40]),
+    "id of 71 bits": prompt(input_ids=[2**70]),
+    "prompt beyond the context": prompt(input_ids=[5] * 3000),
+    "max_new_tokens is negative": sampling(max_new_tokens=-1),
+    "max_new_tokens is a float": sampling(max_new_tokens=1.5),
+    "max_new_tokens beyond the context": sampling(max_new_tokens=10**9),
+    "temperature is negative": sampling(temperature=-1),
+    "top_p is 2": sampling(top_p=2),
+    "min_p is 2": sampling(min_p=2),
+    "frequency_penalty is 5": sampling(frequency_penalty=5),
+    "logit_bias of no token": sampling(logit_bias={"9999999": 1}),
+    "stop_token_ids are letters": sampling(stop_token_ids=["a"]),
+    "two grammars": sampling(regex="a", ebnf='root ::= "a"'),
+    "sampling_params is a list": {"text": "x", "sampling_params": [1]},
+    "sampling_params is a string": {"text": "x", "sampling_params": "x"},
+    "session that does not exist": GOOD | {"session_params": {"id": "none"}},
+    "adapter that does not exist": GOOD | {"lora_path": "none"},
+}
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_is_refused(server, name):
+    response = server.try_post("/generate", MALFORMED[name])
+    assert response.status_code in (400, 422), response.text
+    assert response.json(), "the answer says why"
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize(
+    "body",
+    ["", "{not json", "[1, 2]", '{"text": "x", "sampling_params": {"temperature": NaN}}', '{"text": "x"', "\x00"],
+)
+def test_bad_json_is_refused(server, body):
+    # `Server.try_post` sends only what is JSON.
+    response = requests.post(f"{server._url}/generate", data=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 422), response.text
+
+
+# With or without speculation, SGLang 0.5.17 answers these with a 500: the error is raised outside its handlers.
+ANSWERED_BY_500 = {
+    "unknown parameter": sampling(no_such_parameter=1),
+    "max_new_tokens is a string": sampling(max_new_tokens="x"),
+    "temperature is a string": sampling(temperature="hot"),
+    "frequency_penalty is a string": sampling(frequency_penalty="x"),
+    "n is a string": sampling(n="x"),
+    "stop is a number": sampling(stop=5),
+    "stop_regex is no regex": sampling(stop_regex="("),
+}
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("name", ANSWERED_BY_500)
+def test_server_survives(server, name):
+    assert server.try_post("/generate", ANSWERED_BY_500[name]).status_code in (400, 422, 500)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_unknown_field_is_ignored(server, good_text):
+    assert server.post("/generate", GOOD | {"no_such_field": 1})["text"] == good_text
+
+
+NOT_SUPPORTED = {
+    "temperature": sampling(temperature=0.5),
+    "frequency_penalty": sampling(frequency_penalty=0.5),
+    "presence_penalty": sampling(presence_penalty=0.5),
+    "repetition_penalty": sampling(repetition_penalty=1.2),
+    "min_new_tokens": sampling(min_new_tokens=4),
+    "logit_bias": sampling(logit_bias={"5": 1.0}),
+    "custom_params": sampling(custom_params={"a": 1}),
+    "json_schema": sampling(json_schema='{"type": "object"}'),
+    "regex": sampling(regex="a+"),
+    "ebnf": sampling(ebnf='root ::= "a"'),
+    "structural_tag": sampling(structural_tag="{}"),
+    "return_logprob": GOOD | {"return_logprob": True},
+    "return_hidden_states": GOOD | {"return_hidden_states": True},
+    "return_routed_experts": GOOD | {"return_routed_experts": True},
+    "return_indexer_topk": GOOD | {"return_indexer_topk": True},
+    "return_sampling_mask": GOOD | {"return_sampling_mask": True},
+    # Not even well-formed: SGLang would unpack it, and end, in the refused request's prefill.
+    "custom_logit_processor": GOOD | {"custom_logit_processor": "{}"},
+}
+
+
+def test_every_refusal_is_tested():
+    assert set(REFUSED) | set(REFUSED_OUTPUTS) <= set(NOT_SUPPORTED)
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_unsupported_is_refused_by_name(server, name):
+    response = server.try_post("/generate", NOT_SUPPORTED[name])
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith(name)
+    assert len(message) < 200
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_default_temperature_is_refused(server):
+    response = server.try_post("/generate", {"text": "x"})
+    assert response.status_code == 400
+    assert "send temperature=0" in response.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "temperature": 0, "logprobs": 1}, "return_logprob"),
+        ("/v1/completions", {"prompt": "x", "temperature": 0, "presence_penalty": 1}, "presence_penalty"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "temperature": 0, "response_format": {"type": "json_object"}},
+            "json_schema",
+        ),
+        ("/v1/completions", {"temperature": 0}, "prompt"),
+        ("/v1/chat/completions", {"temperature": 0}, "messages"),
+    ],
+)
+def test_openai_api_refuses_by_name(server, path, body, name):
+    response = server.try_post(path, {"model": "default"} | body)
+    assert response.status_code == 400
+    assert name in response.json()["message"]
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.5}, {"min_p": 0.5}, {"sampling_seed": 7}, {"temperature": 0.7, "top_k": 1}]
+)
+def test_harmless_parameters_change_nothing(server, good_text, params):
+    assert server.post("/generate", sampling(**params))["text"] == good_text
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_stop_regex_is_honoured(server, good_text):
+    """It ends the answer inside a block, where tokens after the match were accepted too."""
+    middle = good_text[len(good_text) // 2]
+    expected = good_text[: good_text.index(middle)]
+    pattern = f"[{middle}]"
+    assert server.post("/generate", sampling(stop_regex=pattern))["text"] in (expected, expected + middle)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_refused_beside_good_in_one_batch(server, good_text):
+    """Each request of a batch is judged alone, but one answer is an error, so the batch is: nothing of it lingers."""
+    response = server.try_post(
+        "/generate", {"text": [GOOD["text"]] * 2, "sampling_params": [GREEDY, GREEDY | {"regex": "a+"}]}
+    )
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 200:
+        assert response.json()[0]["text"] == good_text
