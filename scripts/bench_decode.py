@@ -3,7 +3,8 @@
     python3 scripts/bench_decode.py --out scripts/results/qwen3-8b_h100.md
 
 Models have dummy weights in the shape of real ones, so acceptance is simulated (`SGLANG_SIMULATE_ACC_LEN`). Every
-configuration gets an Engine of its own process; every figure is a median over repeats inside it, with the spread.
+configuration is an Engine in its own process; those that are compared take turns. Every figure is a median over
+repeats, with the spread.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
 
 MODES = ("none", "in-tree", "ours")
+
+# Length of the short answer that a long one is compared with.
+WARM_TOKENS = 64
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -96,8 +101,8 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def measure(args: argparse.Namespace) -> None:
-    """One configuration, in this process; prints one JSON line for every batch size."""
+def serve(args: argparse.Namespace) -> None:
+    """One configuration, in this process: says READY, then measures one batch size for every line on stdin."""
     import sglang
 
     target, drafter = write_pair(args.pair, args.models)
@@ -108,7 +113,9 @@ def measure(args: argparse.Namespace) -> None:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         attention_backend=args.backend,
-        mem_fraction_static=0.75,
+        # Engines that are compared live on the GPU side by side, so each takes only the KV it needs.
+        mem_fraction_static=0.9,
+        max_total_tokens=max(args.batch) * (args.prompt_tokens + WARM_TOKENS + args.new_tokens + 128),
         disable_radix_cache=True,
         max_running_requests=max(64, *args.batch),
         cuda_graph_bs_decode=args.batch,
@@ -120,59 +127,79 @@ def measure(args: argparse.Namespace) -> None:
     served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
     assert (served_by is not None) == (args.mode == "ours"), f"{args.mode} is served by {served_by}"
     rng = random.Random(0)
-    for batch in args.batch:
-        prompts = [[rng.randrange(100, 4000) for _ in range(args.prompt_tokens)] for _ in range(batch)]
-        print("RESULT " + json.dumps(measure_batch(engine, prompts, args)), flush=True)
+    prompts = [[rng.randrange(100, 4000) for _ in range(args.prompt_tokens)] for _ in range(max(args.batch))]
+    print("READY", flush=True)
+    for line in sys.stdin:
+        print("RESULT " + json.dumps(measure(engine, prompts[: int(line)], args.new_tokens)), flush=True)
     engine.shutdown()
 
 
-def measure_batch(engine, prompts: list[list[int]], args: argparse.Namespace) -> dict:
-    def run(new_tokens: int) -> tuple[float, list[dict]]:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+def measure(engine, prompts: list[list[int]], new_tokens: int) -> dict:
+    """Steady decoding: what a long answer costs more than a short one, so that prefill and the ends cancel."""
+
+    def run(tokens: int) -> tuple[float, int]:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         start = time.perf_counter()
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-        return time.perf_counter() - start, outputs
+        return time.perf_counter() - start, outputs[0]["meta_info"].get("spec_verify_ct") or tokens
 
-    run(64)
-    prefill = statistics.median(run(1)[0] for _ in range(3))
-    rates, cycles, accept_length = [], [], 1.0
-    for _ in range(args.repeats):
-        seconds, outputs = run(args.new_tokens + 1)
-        meta = outputs[0]["meta_info"]
-        num_cycles = meta.get("spec_verify_ct") or args.new_tokens
-        accept_length = args.new_tokens / num_cycles
-        rates.append(len(prompts) * args.new_tokens / (seconds - prefill))
-        cycles.append((seconds - prefill) / num_cycles * 1e3)
-    return {
-        "pair": args.pair,
-        "mode": args.mode,
-        "backend": args.backend,
-        "batch": len(prompts),
-        "tokens_per_s": [round(rate, 1) for rate in rates],
-        "cycle_ms": [round(cycle, 3) for cycle in cycles],
-        "prefill_s": round(prefill, 4),
-        "accept_length": round(accept_length, 3),
-    }
+    short_seconds, short_cycles = run(WARM_TOKENS)
+    seconds, cycles = run(WARM_TOKENS + new_tokens)
+    seconds, cycles = seconds - short_seconds, cycles - short_cycles
+    return {"tokens_per_s": len(prompts) * new_tokens / seconds, "cycle_ms": seconds / cycles * 1e3, "cycles": cycles}
+
+
+class Configuration:
+    """An Engine in a process of its own."""
+
+    def __init__(self, mode: str, backend: str, args: argparse.Namespace) -> None:
+        self.mode, self.backend = mode, backend
+        new_tokens = args.new_tokens if mode != "none" else args.plain_tokens
+        command = [sys.executable, __file__, "--serve", "--mode", mode, "--backend", backend, "--pair", args.pair]
+        command += ["--batch", *map(str, args.batch), "--models", str(args.models)]
+        command += ["--new-tokens", str(new_tokens), "--prompt-tokens", str(args.prompt_tokens)]
+        env = dict(os.environ, SGLANG_SIMULATE_ACC_LEN=str(args.accept_length) if mode != "none" else "-1")
+        if mode == "in-tree":
+            env["SGLANG_PLUGINS"] = "none"
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = subprocess.Popen(command, env=env, text=True, **pipes)
+
+    def wait_for(self, word: str) -> str:
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word).strip()
+        self._log.seek(0)
+        raise RuntimeError(f"{self.mode} on {self.backend} failed:\n{self._log.read()[-6000:]}")
+
+    def measure(self, batch: int) -> dict:
+        print(batch, file=self._process.stdin, flush=True)
+        result = {"mode": self.mode, "backend": self.backend, "batch": batch} | json.loads(self.wait_for("RESULT "))
+        print(json.dumps(result), flush=True)
+        return result
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
 
 
 def run_all(args: argparse.Namespace) -> list[dict]:
+    """In-tree and ours take turns on the same GPU, so that drift hits both; so do the backends without speculation."""
+    groups = [[(mode, backend) for mode in args.modes if mode != "none"] for backend in args.backends]
+    if "none" in args.modes:
+        groups.append([("none", backend) for backend in args.backends])
     results = []
-    for backend in args.backends:
-        for mode in args.modes:
-            command = [sys.executable, __file__, "--measure", "--mode", mode, "--backend", backend, "--pair", args.pair]
-            command += ["--batch", *map(str, args.batch), "--models", str(args.models)]
-            command += ["--repeats", str(args.repeats), "--new-tokens", str(args.new_tokens)]
-            command += ["--prompt-tokens", str(args.prompt_tokens)]
-            env = dict(os.environ, SGLANG_SIMULATE_ACC_LEN=str(args.accept_length) if mode != "none" else "-1")
-            if mode == "in-tree":
-                env["SGLANG_PLUGINS"] = "none"
-            run = subprocess.run(command, env=env, capture_output=True, text=True)
-            lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-            if run.returncode or len(lines) != len(args.batch):
-                raise RuntimeError(f"{mode} on {backend} failed:\n{run.stderr[-6000:]}")
-            for line in lines:
-                results.append(json.loads(line.removeprefix("RESULT ")))
-                print(line, flush=True)
+    for group in groups:
+        configurations = [Configuration(mode, backend, args) for mode, backend in group]
+        for configuration in configurations:
+            configuration.wait_for("READY")
+        for batch in args.batch:
+            for configuration in configurations:
+                configuration.measure(batch)  # warm-up
+            for _ in range(args.repeats):
+                results += [configuration.measure(batch) for configuration in configurations]
+        for configuration in configurations:
+            configuration.stop()
     return results
 
 
@@ -188,26 +215,27 @@ def report(results: list[dict], args: argparse.Namespace) -> str:
         "",
         f"{torch.cuda.get_device_name()}; {versions}; {date.today()}.",
         f"`python3 scripts/bench_decode.py {' '.join(sys.argv[1:])}`",
-        f"{args.prompt_tokens}-token prompts, {args.new_tokens} new tokens, greedy, simulated acceptance length "
-        f"{args.accept_length}, {args.repeats} repeats: median (min to max). Which worker serves is asserted through "
-        "`/server_info`.",
+        f"{args.prompt_tokens}-token prompts, greedy, simulated acceptance length {args.accept_length}, {args.repeats} "
+        f"repeats: median (min to max) over {args.new_tokens} tokens of steady decoding ({args.plain_tokens} without "
+        "speculation). Compared engines take turns. Which worker serves is asserted through `/server_info`.",
         "",
         "| backend | batch | "
         + " | ".join(f"{mode} tok/s" for mode in args.modes)
         + " | ms per cycle | ours / in-tree |",
         "|---|---|" + "---|" * (len(args.modes) + 2),
     ]
-    by_key = {(r["backend"], r["batch"], r["mode"]): r for r in results}
     for backend in args.backends:
         for batch in args.batch:
-            rows = {mode: by_key[backend, batch, mode] for mode in args.modes}
-            rates = {mode: statistics.median(row["tokens_per_s"]) for mode, row in rows.items()}
-            cells = [
-                f"{rates[mode]:.0f} ({min(row['tokens_per_s']):.0f} to {max(row['tokens_per_s']):.0f})"
-                for mode, row in rows.items()
-            ]
-            cycles = " / ".join(f"{statistics.median(row['cycle_ms']):.2f}" for row in rows.values())
-            ratio = f"{rates['ours'] / rates['in-tree']:.3f}" if {"ours", "in-tree"} <= set(rates) else "-"
+            rows = {
+                mode: [r for r in results if (r["backend"], r["batch"], r["mode"]) == (backend, batch, mode)]
+                for mode in args.modes
+            }
+            rates = {mode: [r["tokens_per_s"] for r in row] for mode, row in rows.items()}
+            cells = [f"{statistics.median(r):.0f} ({min(r):.0f} to {max(r):.0f})" for r in rates.values()]
+            cycles = " / ".join(f"{statistics.median(r['cycle_ms'] for r in row):.2f}" for row in rows.values())
+            ratio = "-"
+            if {"ours", "in-tree"} <= set(rates):
+                ratio = f"{statistics.median(rates['ours']) / statistics.median(rates['in-tree']):.3f}"
             lines.append(f"| {backend} | {batch} | " + " | ".join(cells) + f" | {cycles} | {ratio} |")
     return "\n".join(lines) + "\n"
 
@@ -220,16 +248,17 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--accept-length", type=float, default=6.5)
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=384)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=640)
+    parser.add_argument("--plain-tokens", type=int, default=128, help="new tokens without speculation")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"))
     parser.add_argument("--out", type=Path, help="Markdown report; raw numbers go beside it as .json")
-    parser.add_argument("--measure", action="store_true", help="measure one configuration in this process")
+    parser.add_argument("--serve", action="store_true", help="one configuration, in this process")
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--backend")
     args = parser.parse_args()
-    if args.measure:
-        measure(args)
+    if args.serve:
+        serve(args)
         return
     results = run_all(args)
     text = report(results, args)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import gzip
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,9 @@ import time
 from pathlib import Path
 
 from bench_decode import PAIRS, write_pair
+
+# The kernel that lays out the next block, ours and in-tree: launched once a cycle.
+BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
 
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
@@ -72,10 +76,10 @@ def trace_engine(args: argparse.Namespace) -> None:
 def summarize(events: list[dict], cycles: int) -> dict:
     """Per cycle: wall and busy time of the GPU, and every kernel's count and time.
 
-    A cycle is told by the one kernel that gathers the verified block's slots, which both workers launch once.
+    A cycle begins with one of `BLOCK_KERNELS`.
     """
     events.sort(key=lambda e: e["ts"])
-    starts = [e["ts"] for e in events if "prepare" in e["name"] and "block" in e["name"]][-cycles:]
+    starts = [e["ts"] for e in events if e["name"].startswith(BLOCK_KERNELS)][-cycles:]
     window = [e for e in events if starts[0] <= e["ts"] < starts[-1]]
     num_cycles = len(starts) - 1
     busy, last_end = 0.0, 0.0
@@ -94,7 +98,7 @@ def summarize(events: list[dict], cycles: int) -> dict:
     ]
     rows.sort(key=lambda row: -row["us"])
     return {
-        "cycle_us": statistics.median(b - a for a, b in zip(starts, starts[1:], strict=False)),
+        "cycle_us": statistics.median(b - a for a, b in itertools.pairwise(starts)),
         "busy_us": busy / num_cycles,
         "launches": len(window) / num_cycles,
         "launches_outside_graphs": sum(not e["args"].get("graph node id") for e in window) / num_cycles,

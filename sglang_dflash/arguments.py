@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 
+from huggingface_hub.errors import StrictDataclassError
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
@@ -49,7 +50,6 @@ UNSUPPORTED = (
     "enable_hisparse",
     "enable_unified_memory",
     "enable_page_major_kv_layout",
-    "prefill_only_disable_kv_cache",
     # What is served, and what is returned with it.
     "is_embedding",
     "encoder_only",
@@ -195,9 +195,9 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
             revision=server_args.speculative_draft_model_revision,
             model_override_args=json.loads(server_args.json_model_override_args),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         # transformers names neither the flag nor, for a repository, the path.
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise ConfigError(f"--speculative-draft-model-path {path} cannot be read: {reason}") from error
 
 

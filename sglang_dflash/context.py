@@ -51,23 +51,32 @@ class ContextWriter:
     def refresh_weights(self) -> None:
         """Stack the layers' k and v projections into one GEMM; call again after the drafter's weights changed."""
         attentions = [layer.self_attn for layer in self._model.layers]
-        self._weight = torch.cat([a.qkv_proj.weight[a.q_size :] for a in attentions])
-        biases = [a.qkv_proj.bias for a in attentions]
-        self._bias = (
-            None if biases[0] is None else torch.cat([b[a.q_size :] for a, b in zip(attentions, biases, strict=True)])
-        )
+        self._weight = torch.cat([a.qkv_proj.weight.data[a.q_size :] for a in attentions])
         self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
+        has_bias = attentions[0].qkv_proj.bias is not None
+        self._bias = torch.cat([a.qkv_proj.bias.data[a.q_size :] for a in attentions]) if has_bias else None
 
-    def write(self, features: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
+    @torch.no_grad()
+    def write(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        accept_lens: torch.Tensor | None = None,
+    ) -> None:
         """Append tokens to the drafter's context.
 
         Args:
             features: [T, F * H], outputs of the captured target layers.
             positions: [T] int64, true positions.
             cache_loc: [T] int64, the KV slots of those tokens.
+            accept_lens: [bs] for T = bs * B verified rows, of which only the first accept_lens of each block are
+                written; None writes all.
         """
-        for start in range(0, features.shape[0], _CHUNK):
-            rows = slice(start, start + _CHUNK)
+        # Only prefill is cut: a block must not be, and verified batches are small.
+        chunk = _CHUNK if accept_lens is None else max(features.shape[0], 1)
+        for start in range(0, features.shape[0], chunk):
+            rows = slice(start, start + chunk)
             hidden = self._model.hidden_norm(self._model.fc(features[rows]))
             kv = functional.linear(hidden, self._weight, self._bias)
             ops.write_context_kv(
@@ -77,5 +86,6 @@ class ContextWriter:
                 self._rotary.cos_sin_cache,
                 positions[rows],
                 cache_loc[rows],
+                accept_lens,
                 self._buffers,
             )

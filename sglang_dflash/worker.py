@@ -78,7 +78,7 @@ class DFlashWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
         self._propose = GraphTail(self.draft_model_runner, self._fill_block)
-        self._conclude = GraphTail(self.target_worker.model_runner, self._accept_and_append)
+        self._decide = GraphTail(self.target_worker.model_runner, self._accept)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -131,14 +131,18 @@ class DFlashWorker(BaseSpecWorker):
         )
         block_tokens = self._draft(batch, draft_input, block_ids, positions.view(-1), out_cache_loc.view(-1))
 
-        # 2. Verify the block as a causal chain; 3. accept; 4. append: both at the end of the target's forward.
+        # 2. Verify the block as a causal chain, and 3. accept a prefix of it at the end of the target's forward.
         accepted, output = self._verify(batch, draft_input, block_tokens, positions.view(-1), out_cache_loc.view(-1))
         if SIMULATED:
             accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
 
-        # 5. Publish.
+        # 4. Publish: the scheduler prepares the next cycle while this one appends.
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
+
+        # 5. Append the committed rows to the drafter's context. Rejected rows never enter it.
+        hidden_states = output.logits_output.hidden_states
+        self._context.write(hidden_states, positions.view(-1), out_cache_loc.view(-1), accepted.accept_lens)
         return self._result(accepted, output)
 
     def _draft(
@@ -212,22 +216,16 @@ class DFlashWorker(BaseSpecWorker):
         )
         output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         if output.can_run_cuda_graph:
-            return self._conclude.replayed().take(batch.batch_size()), output
-        return self._conclude.eager(output.logits_output, forward_batch), output
+            return self._decide.replayed().take(batch.batch_size()), output
+        return self._decide.eager(output.logits_output, forward_batch), output
 
-    def _accept_and_append(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
-        """Behind the target's forward: accept a prefix of every block and append the block to the drafter's context.
-
-        All B rows are written. Slots behind the accepted prefix lie at positions past the new sequence length, where
-        no drafter row looks before the next block has overwritten them: they are that block's own slots.
-        """
-        accepted = ops.accept_greedy(
+    def _accept(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
+        """Behind the target's forward: compare its argmax with the block."""
+        return ops.accept_greedy(
             forward_batch.input_ids.view(-1, self.block_size),
             output.next_token_logits.argmax(dim=-1).view(-1, self.block_size),
             forward_batch.seq_lens,
         )
-        self._context.write(output.hidden_states, forward_batch.positions, forward_batch.out_cache_loc)
-        return accepted
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""

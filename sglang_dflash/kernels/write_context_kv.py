@@ -21,8 +21,11 @@ def _write_context_kv_kernel(
     cos_sin_cache,
     positions,
     cache_loc,
+    accept_lens,
+    block_size,
     k_ptrs,
     v_ptrs,
+    HAS_ACCEPT_LENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
@@ -30,6 +33,8 @@ def _write_context_kv_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
+    if HAS_ACCEPT_LENS and token % block_size >= tl.load(accept_lens + token // block_size):
+        return
     head = tl.arange(0, PADDED_HEADS)[:, None]
     dim = tl.arange(0, PADDED_HALF)[None, :]
     valid = (head < HEADS) & (dim < HALF)
@@ -71,6 +76,7 @@ def write_context_kv(
     cos_sin_cache: torch.Tensor,
     positions: torch.Tensor,
     cache_loc: torch.Tensor,
+    accept_lens: torch.Tensor | None,
     buffers: KVBuffers,
 ) -> None:
     """See :func:`sglang_dflash.reference.write_context_kv.write_context_kv`; the buffers hold `kv.dtype`."""
@@ -86,8 +92,11 @@ def write_context_kv(
         cos_sin_cache,
         positions,
         cache_loc,
+        accept_lens,
+        1 if accept_lens is None else num_tokens // accept_lens.shape[0],
         buffers.k_ptrs,
         buffers.v_ptrs,
+        HAS_ACCEPT_LENS=accept_lens is not None,
         HEADS=heads,
         HALF=head_dim // 2,
         PADDED_HEADS=triton.next_power_of_2(heads),

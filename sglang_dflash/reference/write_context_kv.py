@@ -32,6 +32,7 @@ def write_context_kv(
     cos_sin_cache: torch.Tensor,
     positions: torch.Tensor,
     cache_loc: torch.Tensor,
+    accept_lens: torch.Tensor | None,
     buffers: KVBuffers,
 ) -> None:
     """Normalise and rotate the keys of every layer, and write keys and values to their slots.
@@ -42,7 +43,13 @@ def write_context_kv(
         cos_sin_cache: [max_position, D], cosines then sines (neox style).
         positions: [T] int64, true positions.
         cache_loc: [T] int64, KV slots.
+        accept_lens: [bs] int64 for T = bs * B verified rows: only the first accept_lens of every B rows are written;
+            None writes all.
     """
+    if accept_lens is not None:
+        rows = torch.arange(kv.shape[0], device=kv.device).view(accept_lens.shape[0], -1)
+        committed = (rows - rows[:, :1] < accept_lens[:, None]).view(-1)
+        kv, positions, cache_loc = kv[committed], positions[committed], cache_loc[committed]
     keys = kv[:, :, 0].float()
     keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps) * k_norm_weight.float()[:, None, :]
     cos, sin = cos_sin_cache[positions].float()[:, None, None, :].chunk(2, dim=-1)

@@ -21,7 +21,7 @@ def main(backend: str, mode: str, output: str, varied: bool) -> None:
         dtype="bfloat16",
         attention_backend=backend,
         max_total_tokens=60_000,
-        mem_fraction_static=0.5,
+        mem_fraction_static=0.9,
         max_running_requests=64,
         cuda_graph_bs_decode=[1, 2, 4, 8],
         disable_prefill_cuda_graph=True,
