@@ -46,15 +46,11 @@ class ContextWriter:
         self._eps = first.k_norm.variance_epsilon
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs)
-        self.refresh_weights()
-
-    def refresh_weights(self) -> None:
-        """Stack the layers' k and v projections into one GEMM; call again after the drafter's weights changed."""
-        attentions = [layer.self_attn for layer in self._model.layers]
+        # One GEMM for the k and v of all layers.
         self._weight = torch.cat([a.qkv_proj.weight.data[a.q_size :] for a in attentions])
-        self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
-        has_bias = attentions[0].qkv_proj.bias is not None
+        has_bias = first.qkv_proj.bias is not None
         self._bias = torch.cat([a.qkv_proj.bias.data[a.q_size :] for a in attentions]) if has_bias else None
+        self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
 
     @torch.no_grad()
     def write(

@@ -6,7 +6,7 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dflash import arguments, hooks, memory, requests
+from sglang_dflash import arguments, hooks, memory, requests, verify_logits
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
@@ -81,6 +81,13 @@ HOOKS = [
         function=requests.refuse_request,
         why="the in-tree check lets through parameters that its worker then ignores",
         until="SGLang asks the worker which requests it can honour",
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        kind=HookType.AROUND,
+        function=verify_logits.skip_widening,
+        why="a float32 copy of every verified row's logits costs more than the argmax that follows it",
+        until="LogitsProcessor leaves TARGET_VERIFY logits in the model's dtype on request",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",

@@ -33,6 +33,7 @@ from sglang_dflash.drafter_runner import build_draft_worker
 from sglang_dflash.graphs import GraphTail
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.simulate import SIMULATED, simulate_acceptance
+from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class DFlashWorker(BaseSpecWorker):
         target_model = target_worker.model_runner.model
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
+        keep_model_dtype(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
         self._draft_head = DraftHead(target_model.lm_head, get_tp_group())
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
@@ -89,15 +91,12 @@ class DFlashWorker(BaseSpecWorker):
             "draft_attention_backend": self.draft_model_runner.server_args.attention_backend,
         }
 
-    def update_weights_from_disk(self, recv_req):
-        result = super().update_weights_from_disk(recv_req)
-        self._context.refresh_weights()
-        return result
+    def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
+        """The request names a checkpoint of the target, which has just been updated; the drafter keeps its own."""
+        return True, "The target's weights were updated; the DFlash drafter keeps its weights."
 
-    def update_weights_from_ipc(self, recv_req):
-        result = super().update_weights_from_ipc(recv_req)
-        self._context.refresh_weights()
-        return result
+    def update_weights_from_ipc(self, recv_req) -> tuple[bool, str]:
+        return self.update_weights_from_disk(recv_req)
 
     # --- the cycle --------------------------------------------------------------------------------------------------
 

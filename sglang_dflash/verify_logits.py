@@ -1,0 +1,36 @@
+"""Keeps the target's verification logits in the model's dtype.
+
+SGLang widens logits to float32 before sampling. Verification has B rows per request and takes an argmax, which the
+wider copy cannot change: for a vocabulary of 152k and 32 requests of 16 rows the copy moves 470 MB per cycle.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from torch import nn
+
+_targets: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
+
+
+def keep_model_dtype(target_model: nn.Module) -> None:
+    """From now on this model's TARGET_VERIFY logits are not widened."""
+    for module in target_model.modules():
+        # A soft cap is applied after the widening, and needs its precision.
+        if isinstance(module, LogitsProcessor) and module.final_logit_softcapping is None:
+            _targets.add(module)
+
+
+def skip_widening(
+    original,
+    processor: LogitsProcessor,
+    logits: torch.Tensor,
+    logits_metadata: LogitsMetadata,
+    use_buffer: bool = True,
+) -> torch.Tensor:
+    """AROUND `LogitsProcessor._copy_logits_to_buffer`: [T, padded vocabulary] in, [T, vocabulary] out."""
+    if processor not in _targets or not logits_metadata.forward_mode.is_target_verify():
+        return original(processor, logits, logits_metadata, use_buffer=use_buffer)
+    return logits[:, : processor.vocab_size]
