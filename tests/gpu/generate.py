@@ -1,6 +1,6 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
-usage: generate.py BACKEND none|dflash OUTPUT [VARIED_LENGTHS]
+usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [VARIED_LENGTHS]
 """
 
 import json
@@ -14,8 +14,12 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
 NEW_TOKENS = 128
 
 
-def main(backend: str, mode: str, output: str, varied: bool) -> None:
-    kwargs = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+def main(backend: str, draft_backend: str, output: str, varied: bool) -> None:
+    dflash = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(DRAFTER_DIR),
+        "speculative_draft_attention_backend": draft_backend,
+    }
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
         dtype="bfloat16",
@@ -26,7 +30,7 @@ def main(backend: str, mode: str, output: str, varied: bool) -> None:
         cuda_graph_bs_decode=[1, 2, 4, 8],
         disable_prefill_cuda_graph=True,
         log_level="warning",
-        **(kwargs if mode == "dflash" else {}),
+        **({} if draft_backend == "none" else dflash),
     )
     server_info = engine.get_server_info()["internal_states"][0]
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
@@ -36,7 +40,7 @@ def main(backend: str, mode: str, output: str, varied: bool) -> None:
         {"temperature": 0, "max_new_tokens": 16 * (1 + i % 8) if varied else NEW_TOKENS, "ignore_eos": True}
         for i in range(len(prompts))
     ]
-    options = {"return_logprob": True, "top_logprobs_num": 2} if mode == "none" else {}
+    options = {"return_logprob": True, "top_logprobs_num": 2} if draft_backend == "none" else {}
     outputs = []
     for start in range(0, len(prompts), 8):
         rows = slice(start, start + 8)

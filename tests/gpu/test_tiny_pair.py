@@ -20,19 +20,20 @@ CPU_ACCEPT_LENGTH = 4.334
 TIE = 0.25
 
 
-def generate(tmp_path: Path, backend: str, mode: str, *, varied=False, env=None) -> dict:
-    output = tmp_path / f"{backend}-{mode}.json"
-    command = [sys.executable, HERE / "generate.py", backend, mode, output, *(["varied"] if varied else [])]
+def generate(tmp_path: Path, backend: str, draft_backend: str, *, varied=False, env=None) -> dict:
+    output = tmp_path / f"{backend}-{draft_backend}.json"
+    command = [sys.executable, HERE / "generate.py", backend, draft_backend, output, *(["varied"] if varied else [])]
     run = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(output.read_text())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_lossless_and_acceptance(backend, tmp_path):
-    plain, dflash = (generate(tmp_path, backend, mode) for mode in ("none", "dflash"))
+@pytest.mark.parametrize(("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton")])
+def test_lossless_and_acceptance(backend, draft_backend, tmp_path):
+    plain, dflash = (generate(tmp_path, backend, mode) for mode in ("none", draft_backend))
     assert plain["worker"] is None and dflash["worker"]["worker"] == "DFlashWorker"
+    assert dflash["worker"]["draft_attention_backend"] == draft_backend
     same = 0
     for want, got in zip(plain["results"], dflash["results"]):
         length = len(want["output_ids"])
@@ -45,7 +46,8 @@ def test_lossless_and_acceptance(backend, tmp_path):
         assert best - second <= TIE, f"differs at {differs[0]}, where the best token leads by {best - second}"
     cycles = sum(result["verify_ct"] for result in dflash["results"])
     tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
-    print(f"\n{backend}: {same} of {len(plain['results'])} identical, {tokens / cycles:.3f} tokens per cycle")
+    identical = f"{same} of {len(plain['results'])} identical"
+    print(f"\n{backend}, drafter {draft_backend}: {identical}, {tokens / cycles:.3f} tokens per cycle")
     assert len(plain["results"]) >= 50
     assert tokens / cycles == pytest.approx(CPU_ACCEPT_LENGTH, rel=0.03)
 
@@ -58,7 +60,7 @@ def test_replay_equals_eager(backend, tmp_path):
         "PYTHONPATH": f"{HERE / 'graph_check_plugin'}:{os.environ.get('PYTHONPATH', '')}",
         "GRAPH_CHECK_RECORDS": str(records),
     }
-    generate(tmp_path, backend, "dflash", varied=True, env=env)
+    generate(tmp_path, backend, backend, varied=True, env=env)
     seen = defaultdict(list)
     for line in records.read_text().splitlines():
         entry = json.loads(line)
