@@ -76,6 +76,13 @@ HOOKS = [
         until="get_req_to_token_extra_context_len covers get_alloc_reserve_per_decode for every page size",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",
+        kind=HookType.AFTER,
+        function=memory.leave_room_for_blocks,
+        why="a request as large as the KV pool would fail with a 500 when its next block no longer fits",
+        until="init_req_max_new_tokens subtracts get_alloc_reserve_per_decode",
+    ),
+    Hook(
         target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
         kind=HookType.REPLACE,
         function=requests.refuse_request,

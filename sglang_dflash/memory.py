@@ -1,4 +1,4 @@
-"""What SGLang must know of the drafter before it sizes its pools: captured layers, KV layers, row headroom."""
+"""What SGLang must know of DFLASH where it sizes and fills its pools: captured layers, KV layers, room for blocks."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ def req_to_token_headroom(original, server_args) -> int:
     if not is_dflash(server_args):
         return extra
     return max(extra, get_alloc_reserve_per_decode(server_args) + server_args.page_size)
+
+
+def leave_room_for_blocks(result, scheduler, req) -> None:
+    """AFTER `Scheduler.init_req_max_new_tokens`, which ends a request before it outgrows the KV pool.
+
+    A decode step needs room for `get_alloc_reserve_per_decode` slots past the committed length. SGLang fails the last
+    request of a batch for which there is none, so a request has to end before; its first token needs no decode step.
+    """
+    if not scheduler.spec_algorithm.is_dflash():
+        return
+    pool_size = scheduler.max_total_num_tokens // scheduler.page_size * scheduler.page_size
+    room = pool_size - get_alloc_reserve_per_decode(scheduler.server_args) - len(req.origin_input_ids)
+    req.sampling_params.max_new_tokens = min(req.sampling_params.max_new_tokens, max(room, 1))

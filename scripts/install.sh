@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Finds or makes the Python that this repository runs with, and puts its path into $PYTHON.
+#
+# With a CUDA GPU and SGLang in the current Python, that Python is used. Otherwise .venv is made for SGLang's CPU
+# engine. Run by itself or sourced (by demo.sh and test.sh); a second time, it takes a second.
+set -euo pipefail
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SGLANG_VERSION=0.5.17
+
+say() { printf '%s\n' "[install] $*" >&2; }
+
+find_gpu_python() {
+    [ -e /dev/nvidiactl ] || return 1
+    local python
+    for python in python3 python; do
+        if "$python" - "$SGLANG_VERSION" 2>/dev/null <<'PY'
+import importlib.metadata, sys, torch
+sys.exit(not (torch.cuda.is_available() and importlib.metadata.version("sglang") == sys.argv[1]))
+PY
+        then
+            command -v "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+find_base_python() {
+    local python
+    for python in python3 python3.12 python3.11; do
+        if "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+            command -v "$python"
+            return
+        fi
+    done
+    say "needs Python 3.11 or 3.12 with venv (Debian and Ubuntu: apt install python3-venv)." \
+        "python3 here is: $(python3 --version 2>&1 || true)"
+    return 1
+}
+
+requirements_stamp() {
+    cat "$REPO"/requirements/*.txt "$REPO/pyproject.toml" "$REPO/scripts/install.sh" | sha256sum | cut -d ' ' -f 1
+}
+
+install_into_venv() {
+    local venv="$REPO/.venv" stamp base started=$SECONDS
+    stamp="$(requirements_stamp)"
+    PYTHON="$venv/bin/python"
+    if [ "$(cat "$venv/installed-stamp" 2>/dev/null)" = "$stamp" ] && "$PYTHON" -c '' 2>/dev/null; then
+        return
+    fi
+    if ! "$PYTHON" -c '' 2>/dev/null; then
+        base="$(find_base_python)"
+        say "making .venv with $("$base" --version)"
+        "$base" -m venv --clear "$venv"
+    fi
+    local -a pip=("$PYTHON" -m pip --disable-pip-version-check -qq install) index=()
+    say "installing the pinned packages of requirements/cpu.txt (530 MB, about 2 minutes)"
+    "${pip[@]}" -r "$REPO/requirements/cpu.txt"
+    say "installing SGLang $SGLANG_VERSION"
+    "${pip[@]}" --no-deps -r "$REPO/requirements/cpu-nodeps.txt"
+    say "installing sglang-dflash from this checkout"
+    "${pip[@]}" --no-deps --no-build-isolation -e "$REPO"
+    printf '%s\n' "$stamp" >"$venv/installed-stamp"
+    say "done in $((SECONDS - started)) s: $venv"
+}
+
+# Leaves every package that is there as it is.
+install_beside_sglang() {
+    if "$PYTHON" - "$REPO" 2>/dev/null <<'PY'
+import importlib.metadata, json, sys
+direct = json.loads(importlib.metadata.distribution("sglang-dflash").read_text("direct_url.json"))
+import pytest, pytest_timeout, ruff  # noqa: F401
+sys.exit(direct["url"] != "file://" + sys.argv[1])
+PY
+    then
+        return
+    fi
+    say "installing sglang-dflash beside SGLang $SGLANG_VERSION in $PYTHON"
+    "$PYTHON" -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -e "$REPO"
+    "$PYTHON" -m pip --disable-pip-version-check -qq install \
+        pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
+}
+
+if PYTHON="$(find_gpu_python)"; then
+    install_beside_sglang
+else
+    install_into_venv
+fi

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Every check of this repository, on any machine; stops at the first that fails.
+#
+# Without a GPU everything runs on SGLang's CPU engine, Triton kernels in Triton's interpreter, and tests/gpu is skipped.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+cd "$REPO"
+
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
+    # One thread: SGLang's processes, with a thread per core each, would mostly wait for each other.
+    export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+fi
+
+step() {
+    local name=$1 started=$SECONDS
+    shift
+    printf '\n=== %s\n' "$name"
+    if ! "$@"; then
+        printf '=== %s FAILED after %d s\n' "$name" $((SECONDS - started))
+        exit 1
+    fi
+    printf '=== %s passed in %d s\n' "$name" $((SECONDS - started))
+}
+
+pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore)
+
+step "ruff check" "$PYTHON" -m ruff check .
+step "ruff format" "$PYTHON" -m ruff format --check .
+# A process of its own: Triton's interpreter is chosen when Triton is imported.
+step "tests/kernels" "${pytest[@]}" tests/kernels
+step "tests/unit" "${pytest[@]}" tests/unit
+step "tests/contract" "${pytest[@]}" tests/contract
+step "tests/e2e" "${pytest[@]}" tests/e2e -m "not slow"
+step "tests/e2e, slow" "${pytest[@]}" tests/e2e -m slow
+step "tests/gpu" "${pytest[@]}" tests/gpu
+
+printf '\nAll passed in %d min %d s.\n' $((SECONDS / 60)) $((SECONDS % 60))
