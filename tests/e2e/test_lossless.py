@@ -9,11 +9,17 @@ from serving import Settings
 DEFAULT = Settings("default")
 LAYOUTS = [
     DEFAULT,
-    Settings("block2", dflash_flags=(("speculative-dflash-block-size", 2),)),
-    Settings("block8", dflash_flags=(("speculative-dflash-block-size", 8),)),
-    Settings("chunk64-sync", flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True))),
     Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64))),
-    Settings("page64-sync", flags=(("page-size", 64), ("disable-overlap-schedule", True))),
+    Settings(
+        "page64-sync-block8",
+        flags=(("page-size", 64), ("disable-overlap-schedule", True)),
+        dflash_flags=(("speculative-dflash-block-size", 8),),
+    ),
+    Settings(
+        "chunk64-sync-block2",
+        flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
+        dflash_flags=(("speculative-dflash-block-size", 2),),
+    ),
 ]
 
 pytestmark = pytest.mark.parametrize("settings", LAYOUTS, indirect=True, ids=str)
@@ -36,16 +42,21 @@ def test_concurrent_requests_of_mixed_lengths(pair, mixed_prompts):
 
 
 def test_all_prompts(pair, prompts):
-    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=96))
+    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=80))
 
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length", "stop"}
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 16, 17, 18])
-def test_few_tokens(pair, prompts, max_new_tokens):
-    answers = pair.lossless(lambda server: server.generate(prompts[:8], max_new_tokens=max_new_tokens, ignore_eos=True))
+def test_few_tokens(pair, prompts):
+    """Requests that end with their prefill, or within a token of the end of their first block."""
+    lengths = [1, 2, 16, 17, 18] * 6
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": length, "ignore_eos": True} for prompt, length in zip(prompts, lengths)
+    ]
 
-    assert [len(answer["output_ids"]) for answer in answers] == [max_new_tokens] * 8
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert [len(answer["output_ids"]) for answer in answers] == lengths
 
 
 def test_cycles_are_the_oracles(pair, prompts, mixed_prompts, oracle):

@@ -59,9 +59,10 @@ def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
 
     dflash, plain = pair.ask(converse)
 
-    cached = [answers[1]["meta_info"]["cached_tokens"] for answers in (dflash, plain)]
-    # The last token of an answer has no KV without speculation, and DFLASH's last block may have given it some.
-    assert cached[0] == cached[1] == page_floor(len(question) + 49, pair.dflash.settings)
+    # Whether the last token of an answer has KV depends on how far its last step ran.
+    length = len(question) + 50
+    allowed = {page_floor(length - 1, pair.dflash.settings), page_floor(length, pair.dflash.settings)}
+    assert {answers[1]["meta_info"]["cached_tokens"] for answers in (dflash, plain)} <= allowed
     prompt = question + dflash[0]["output_ids"] + follow_up
     assert_same_cycles(dflash[1], oracle.generate(prompt, 64, ignore_eos=True))
     assert dflash[1]["output_ids"] == plain[1]["output_ids"]

@@ -5,39 +5,44 @@ from oracle import EOS, answer_lengths
 from serving import Settings
 
 DEFAULT = Settings("default")
+PAGED = Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64)))
 CONTEXT_LENGTH = 2048
+# (prompt, tokens left out at its end): the answer soon ends with EOS, and most often the cycle had accepted more behind
+# it. Found by trying; another pair ends elsewhere.
+ENDS_EARLY = [(57, 1), (43, 4), (57, 4), (43, 7), (26, 10), (23, 13), (26, 31), (21, 0)]
 
-pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED], indirect=True, ids=str)
 
 
 @pytest.fixture(scope="module")
 def inner_tokens(prompts, oracle):
     """(prompt, answer, i): token i of the answer is new in it, and neither the first nor the last of its cycle."""
     found = []
-    for prompt in prompts:
+    for prompt in prompts[::4]:
         output = oracle.generate(prompt, 96)
         ends = {length - 1 for length in answer_lengths(output)}
         starts = {end + 1 for end in ends}
         tokens = output.tokens
-        inner = [i for i in range(20, len(tokens)) if tokens[i] not in tokens[:i] and i not in ends | starts]
+        inner = [i for i in range(6, len(tokens)) if tokens[i] not in tokens[:i] and i not in ends | starts]
         if inner:
             found.append((prompt, tokens, inner[0]))
-    assert len(found) >= 12
-    return found[:12]
+    assert len(found) >= 8
+    return found
 
 
 def test_eos_inside_a_block(pair, prompts, oracle):
-    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=128))
+    some = [prompts[i][: len(prompts[i]) - left_out] for i, left_out in ENDS_EARLY]
 
-    ended = [i for i, answer in enumerate(answers) if answer["meta_info"]["finish_reason"]["type"] == "stop"]
-    assert len(ended) >= 3
-    cut = 0
-    for i in ended:
-        output = oracle.generate(prompts[i], 128)
-        assert answers[i]["output_ids"] == output.tokens
-        assert answers[i]["output_ids"].index(EOS) == len(output.tokens) - 1
-        cut += 1 + sum(output.accept_lengths) > len(output.tokens)
-    assert cut, "no answer ended before the end of its last block"
+    answers = pair.lossless(lambda server: server.generate(some, max_new_tokens=96))
+
+    num_cut = 0
+    for prompt, answer in zip(some, answers):
+        output = oracle.generate(prompt, 96)
+        assert answer["output_ids"] == output.tokens
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+        assert answer["output_ids"].index(EOS) == len(answer["output_ids"]) - 1
+        num_cut += 1 + sum(output.accept_lengths) > len(output.tokens)
+    assert num_cut >= 5, "too few answers ended before the end of what their last cycle accepted"
 
 
 def test_stop_token_inside_a_block(pair, inner_tokens):
@@ -64,7 +69,7 @@ def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim)
         requests.append(
             {"input_ids": prompt, "max_new_tokens": 96, "stop": [stop, "never seen"], "no_stop_trim": no_stop_trim}
         )
-    assert len(requests) >= 8
+    assert len(requests) >= 5
 
     answers = pair.lossless(lambda server: server.generate_concurrently(requests))
 
@@ -76,8 +81,13 @@ def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim)
 def test_context_limit(pair, prompts, mixed_prompts):
     """Requests that fill the context, between others that must not notice."""
     text = sum(prompts, [])
-    long_prompts = [text[start : start + CONTEXT_LENGTH - room] for start, room in ((0, 40), (500, 33), (900, 17), (1300, 5))]
-    long_requests = [{"input_ids": prompt, "max_new_tokens": CONTEXT_LENGTH - len(prompt), "ignore_eos": True} for prompt in long_prompts]
+    long_prompts = [
+        text[start : start + CONTEXT_LENGTH - room] for start, room in ((0, 40), (500, 33), (900, 17), (1300, 7))
+    ]
+    long_requests = [
+        {"input_ids": prompt, "max_new_tokens": CONTEXT_LENGTH - len(prompt), "ignore_eos": True}
+        for prompt in long_prompts
+    ]
     neighbours = [{"input_ids": prompt, "max_new_tokens": 120, "ignore_eos": True} for prompt in mixed_prompts[:5]]
     requests = [request for both in zip(neighbours, long_requests) for request in both] + neighbours[4:]
 

@@ -1,0 +1,41 @@
+"""Generate with the offline Engine, first with DFLASH and then without, and write what came out as JSON.
+
+A program of its own, since SGLang keeps state per process. usage: offline.py REQUEST RESULT
+
+REQUEST is a JSON file with `input_ids`, `sampling_params` and `engine`, the Engine's arguments.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import sglang
+
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+
+def run(request: dict, dflash: bool) -> dict:
+    speculation = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+    engine = sglang.Engine(
+        model_path=str(TARGET_DIR),
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        **(speculation if dflash else {}),
+        **request["engine"],
+    )
+    try:
+        input_ids, sampling_params = request["input_ids"], request["sampling_params"]
+        return {
+            "internal_state": engine.get_server_info()["internal_states"][0],
+            "answers": engine.generate(input_ids=input_ids, sampling_params=sampling_params),
+            "streamed": list(engine.generate(input_ids=input_ids[0], sampling_params=sampling_params, stream=True)),
+        }
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    request = json.loads(Path(sys.argv[1]).read_text())
+    result = {"dflash": run(request, dflash=True), "plain": run(request, dflash=False)}
+    Path(sys.argv[2]).write_text(json.dumps(result, default=str))

@@ -1,0 +1,40 @@
+"""Every cycle of the server accepts as many tokens as the batch-1 algorithm on Hugging Face's target."""
+
+import pytest
+from oracle import answer_lengths, assert_same_cycles
+from serving import Settings
+
+pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+
+MAX_NEW_TOKENS = 96
+PATIENCE = 5
+
+
+def stream_until_whole(server, prompt):
+    """Chunks of a streamed answer, one per step. The HTTP process merges chunks while it is busy: then once more."""
+    for _ in range(PATIENCE):
+        server.flush_cache()
+        chunks = list(server.stream(prompt, max_new_tokens=MAX_NEW_TOKENS))
+        if len(chunks) == 1 + chunks[-1]["meta_info"].get("spec_verify_ct", 0):
+            return chunks
+    pytest.fail(f"{PATIENCE} streams of {len(prompt)} tokens all had merged chunks")
+
+
+@pytest.mark.parametrize("index", range(0, 60, 4))
+def test_every_cycle_of_a_single_request(pair, prompts, oracle, index):
+    output = oracle.generate(prompts[index], MAX_NEW_TOKENS)
+
+    chunks = stream_until_whole(pair.dflash, prompts[index])
+
+    assert [len(chunk["output_ids"]) for chunk in chunks] == answer_lengths(output)
+    assert_same_cycles(chunks[-1], output)
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_cycles_of_a_batch(pair, prompts, oracle, start):
+    batch = prompts[start : start + 8]
+
+    answers = pair.dflash.generate(batch, max_new_tokens=MAX_NEW_TOKENS)
+
+    for prompt, answer in zip(batch, answers):
+        assert_same_cycles(answer, oracle.generate(prompt, MAX_NEW_TOKENS))

@@ -1,0 +1,111 @@
+"""The HTTP API: streams, the OpenAI routes, and requests that DFLASH refuses."""
+
+import pytest
+from serving import Settings, assert_same_answers
+
+pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+
+QUESTION = "def fibonacci(n):\n"
+MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}
+
+
+def test_stream_adds_up_to_the_whole_answer(pair, prompts):
+    whole = pair.plain.generate(prompts[9], max_new_tokens=80)
+
+    chunks = list(pair.dflash.stream(prompts[9], max_new_tokens=80))
+
+    assert len(chunks) > 3
+    for before, after in zip(chunks, chunks[1:]):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert after["text"].startswith(before["text"])
+    assert_same_answers(chunks[-1], whole)
+
+
+def test_streams_side_by_side(pair, prompts):
+    whole = pair.plain.generate(prompts[12:15], max_new_tokens=60)
+
+    streams = [pair.dflash.stream(prompt, max_new_tokens=60) for prompt in prompts[12:15]]
+    first = [next(stream) for stream in streams]
+    last = [list(stream)[-1] for stream in streams]
+
+    assert [chunk["output_ids"] for chunk in first] == [
+        answer["output_ids"][: len(chunk["output_ids"])] for chunk, answer in zip(first, whole)
+    ]
+    assert_same_answers(last, whole)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": QUESTION}), ("/v1/chat/completions", MESSAGES)]
+)
+def test_openai_routes(pair, path, body):
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 64, "stop": ["\n\n\n\n"]} | body
+
+    dflash, plain = pair.ask(lambda server: server.post(path, body))
+
+    def content(choice):
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    assert len(content(dflash["choices"][0])) > 60
+    assert content(dflash["choices"][0]) == content(plain["choices"][0])
+    assert dflash["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert dflash["usage"] == plain["usage"]
+
+    streamed = ""
+    for chunk in pair.dflash.post_stream(path, body | {"stream": True}):
+        choice = chunk["choices"][0]
+        streamed += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    assert streamed == content(dflash["choices"][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": QUESTION, "sampling_params": {"temperature": 0.7}}),
+        ("/generate", {"text": QUESTION}),
+        ("/v1/completions", {"model": "tiny", "prompt": QUESTION, "temperature": 0.7}),
+        ("/v1/chat/completions", {"model": "tiny", "temperature": 0.7} | MESSAGES),
+        ("/v1/chat/completions", {"model": "tiny"} | MESSAGES),
+    ],
+)
+def test_sampling_is_refused(pair, prompts, path, body):
+    refused = pair.dflash.try_post(path, body)
+
+    assert refused.status_code == 400
+    assert (
+        "temperature" in refused.json()["error"]["message"] if "error" in refused.json() else refused.json()["message"]
+    )
+    pair.lossless(lambda server: server.generate(prompts[0], max_new_tokens=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling_params", "fields"),
+    [
+        ("frequency_penalty", {"frequency_penalty": 0.5}, {}),
+        ("presence_penalty", {"presence_penalty": 0.5}, {}),
+        ("repetition_penalty", {"repetition_penalty": 1.2}, {}),
+        ("min_new_tokens", {"min_new_tokens": 4}, {}),
+        ("logit_bias", {"logit_bias": {"5": 10.0}}, {}),
+        ("regex", {"regex": "[a-z]+"}, {}),
+        ("json_schema", {"json_schema": '{"type": "object"}'}, {}),
+        ("return_logprob", {}, {"return_logprob": True}),
+    ],
+)
+def test_what_dflash_cannot_honour_is_refused_by_name(pair, prompts, name, sampling_params, fields):
+    body = {"text": QUESTION, "sampling_params": {"temperature": 0, "max_new_tokens": 8} | sampling_params} | fields
+
+    refused = pair.dflash.try_post("/generate", body)
+
+    assert refused.status_code == 400
+    assert name in refused.json()["error"]["message"]
+    pair.lossless(lambda server: server.generate(prompts[0], max_new_tokens=20))
+
+
+def test_refused_requests_do_not_disturb_the_batch(pair, prompts):
+    def mixed(server):
+        bodies = [{"input_ids": prompt, "max_new_tokens": 60} for prompt in prompts[:6]]
+        bad = {"text": QUESTION, "sampling_params": {"temperature": 1.0}}
+        if server.dflash:
+            assert server.try_post("/generate", bad).status_code == 400
+        return server.generate_concurrently(bodies)
+
+    pair.lossless(mixed)

@@ -1,0 +1,16 @@
+"""`SGLANG_SIMULATE_ACC_LEN` forces the acceptance length, whatever the drafter says."""
+
+import pytest
+from serving import Settings
+
+
+def test_every_cycle_accepts_the_simulated_length(keeper, prompts):
+    server = keeper.server(Settings("simulated", env=(("SGLANG_SIMULATE_ACC_LEN", "4"),)), dflash=True)
+
+    answers = server.generate(prompts[:8], max_new_tokens=201, ignore_eos=True)
+
+    for answer in answers:
+        assert len(answer["output_ids"]) == 201
+        # The first token is the prefill's; 50 cycles of 4 make the rest.
+        assert answer["meta_info"]["spec_correct_drafts_histogram"] == [0, 0, 0, 50]
+    assert server.internal_state()["avg_spec_accept_length"] == pytest.approx(4, abs=0.1)

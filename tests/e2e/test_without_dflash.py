@@ -1,0 +1,23 @@
+"""Servers that do not ask for DFLASH are SGLang's own; that `/server_info` says so is asserted when they start."""
+
+import pytest
+from serving import Settings
+
+
+@pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+def test_server_without_speculation(pair, prompts, oracle):
+    answer = pair.plain.generate(prompts[0], max_new_tokens=40)
+
+    assert "DFLASH is served by sglang-dflash" in pair.dflash.log()
+    assert "DFLASH is served by sglang-dflash" not in pair.plain.log()
+    assert answer["output_ids"] == oracle.generate(prompts[0], 40).tokens
+    assert not [key for key in answer["meta_info"] if key.startswith("spec_")]
+
+
+def test_server_without_the_plugin(keeper, prompts, oracle):
+    """What SGLang cannot be imported without on a CPU does not come through its plugins."""
+    server = keeper.server(Settings("no-plugins", env=(("SGLANG_PLUGINS", "none"),)), dflash=False)
+
+    answer = server.generate(prompts[0], max_new_tokens=40)
+
+    assert answer["output_ids"] == oracle.generate(prompts[0], 40).tokens
