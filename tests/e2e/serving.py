@@ -5,18 +5,18 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -25,11 +25,13 @@ START_SECONDS = 240
 REQUEST_SECONDS = 240
 
 # The last three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
-# freed twice or is used after it was freed ends the server.
+# freed twice or is used after it was freed ends the server. Triton's interpreter is for those who ask for it, and
+# tests of kernels may have set its variable in this process.
 ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TRITON_INTERPRET": "0",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -105,6 +107,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         atexit.register(self.stop)
 
@@ -140,17 +143,7 @@ class Server:
         """End the server and every process that it started."""
         atexit.unregister(self.stop)
         self._http.close()
-        if not self.is_running():
-            return
-        server = psutil.Process(self._process.pid)
-        processes = [server, *server.children(recursive=True)]
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self._process.wait()
-        psutil.wait_procs(processes, timeout=30)
+        end_process_group(self._process)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -231,6 +224,13 @@ class Server:
         while any(load := [self.load()[counter] for counter in counters]):
             assert time.monotonic() < deadline, f"{dict(zip(counters, load))} in an idle server"
             time.sleep(0.1)
+
+
+def end_process_group(process: subprocess.Popen) -> None:
+    """Kill a process that leads a session, and all that it started; nothing of SGLang leaves the session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def generate_body(input_ids: list, options: dict[str, Any]) -> dict[str, Any]:

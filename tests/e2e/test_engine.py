@@ -2,15 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from oracle import assert_same_cycles
-from serving import ENV, assert_same_answers
+from serving import ENV, assert_same_answers, end_process_group
 
 SCRIPT = Path(__file__).with_name("offline.py")
 MAX_NEW_TOKENS = 80
@@ -28,7 +26,6 @@ def results(tmp_path_factory, prompts, keeper):
     }
     (folder / "request.json").write_text(json.dumps(request))
     with (folder / "log").open("wb") as log:
-        # In a session of its own, so that nothing of it can outlive this fixture.
         process = subprocess.Popen(
             [sys.executable, SCRIPT, folder / "request.json", folder / "result.json"],
             env=os.environ | ENV,
@@ -39,8 +36,7 @@ def results(tmp_path_factory, prompts, keeper):
         try:
             status = process.wait(timeout=240)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_process_group(process)
     assert status == 0, (folder / "log").read_text(errors="replace")[-5000:]
     return json.loads((folder / "result.json").read_text())
 

@@ -1,7 +1,12 @@
 """The HTTP API: streams, the OpenAI routes, and requests that DFLASH refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from oracle import assert_same_cycles
 from serving import Settings, assert_same_answers
+
+from sglang_dflash.tiny_pair import TARGET_DIR
 
 pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
 
@@ -71,9 +76,8 @@ def test_sampling_is_refused(pair, prompts, path, body):
     refused = pair.dflash.try_post(path, body)
 
     assert refused.status_code == 400
-    assert (
-        "temperature" in refused.json()["error"]["message"] if "error" in refused.json() else refused.json()["message"]
-    )
+    answer = refused.json()
+    assert "temperature" in answer.get("error", answer)["message"]
     pair.lossless(lambda server: server.generate(prompts[0], max_new_tokens=20))
 
 
@@ -101,11 +105,20 @@ def test_what_dflash_cannot_honour_is_refused_by_name(pair, prompts, name, sampl
 
 
 def test_refused_requests_do_not_disturb_the_batch(pair, prompts):
-    def mixed(server):
-        bodies = [{"input_ids": prompt, "max_new_tokens": 60} for prompt in prompts[:6]]
-        bad = {"text": QUESTION, "sampling_params": {"temperature": 1.0}}
-        if server.dflash:
-            assert server.try_post("/generate", bad).status_code == 400
-        return server.generate_concurrently(bodies)
+    requests = [{"input_ids": prompt, "max_new_tokens": 100, "ignore_eos": True} for prompt in prompts[:6]]
+    bad = {"text": QUESTION, "sampling_params": {"temperature": 1.0}}
 
-    pair.lossless(mixed)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(pair.dflash.generate_concurrently, requests)
+        refused = [pair.dflash.try_post("/generate", bad) for _ in range(8)]
+        answers = running.result()
+
+    assert [response.status_code for response in refused] == [400] * 8
+    assert_same_answers(answers, pair.plain.generate_concurrently(requests))
+
+
+def test_updating_the_targets_weights_keeps_the_drafter(pair, prompts, oracle):
+    answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(TARGET_DIR)})
+
+    assert answer["success"], answer["message"]
+    assert_same_cycles(pair.dflash.generate(prompts[2], max_new_tokens=64), oracle.generate(prompts[2], 64))
