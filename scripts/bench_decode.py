@@ -101,31 +101,41 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path]:
     return paths
 
 
+def engine_arguments(args: argparse.Namespace) -> dict:
+    """Engine arguments of one configuration: `args.mode`, `args.backend`, `args.pair`, graphs for `args.batch`."""
+    target, drafter = write_pair(args.pair, args.models)
+    dflash = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(drafter)}
+    return {
+        "model_path": str(target),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "attention_backend": args.backend,
+        "disable_radix_cache": True,
+        "max_running_requests": max(64, *args.batch),
+        "cuda_graph_bs_decode": args.batch,
+        "disable_prefill_cuda_graph": True,
+        "random_seed": 1,
+        "log_level": "warning",
+    } | ({} if args.mode == "none" else dflash)
+
+
+def check_worker(engine, mode: str) -> None:
+    served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+    assert (served_by is not None) == (mode == "ours"), f"{mode} is served by {served_by}"
+
+
 def serve(args: argparse.Namespace) -> None:
     """One configuration, in this process: says READY, then measures one batch size for every line on stdin."""
     import sglang
 
-    target, drafter = write_pair(args.pair, args.models)
-    dflash = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(drafter)}
     engine = sglang.Engine(
-        model_path=str(target),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        attention_backend=args.backend,
+        **engine_arguments(args),
         # Engines that are compared live on the GPU side by side, so each takes only the KV it needs.
         mem_fraction_static=0.9,
         max_total_tokens=max(args.batch) * (args.prompt_tokens + WARM_TOKENS + args.new_tokens + 128),
-        disable_radix_cache=True,
-        max_running_requests=max(64, *args.batch),
-        cuda_graph_bs_decode=args.batch,
-        disable_prefill_cuda_graph=True,
-        random_seed=1,
-        log_level="warning",
-        **({} if args.mode == "none" else dflash),
     )
-    served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
-    assert (served_by is not None) == (args.mode == "ours"), f"{args.mode} is served by {served_by}"
+    check_worker(engine, args.mode)
     rng = random.Random(0)
     prompts = [[rng.randrange(100, 4000) for _ in range(args.prompt_tokens)] for _ in range(max(args.batch))]
     print("READY", flush=True)

@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench_decode import PAIRS, write_pair
+from bench_decode import PAIRS, check_worker, engine_arguments
 
 # The kernel that lays out the next block, ours and in-tree: launched once a cycle.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
@@ -35,24 +35,8 @@ def trace_engine(args: argparse.Namespace) -> None:
     """Run one configuration in this process and print one JSON line for every batch size."""
     import sglang
 
-    target, drafter = write_pair(args.pair, args.models)
-    engine = sglang.Engine(
-        model_path=str(target),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        attention_backend=args.backend,
-        mem_fraction_static=0.75,
-        disable_radix_cache=True,
-        max_running_requests=64,
-        cuda_graph_bs_decode=args.batch,
-        disable_prefill_cuda_graph=True,
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=str(drafter),
-        log_level="warning",
-    )
-    served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
-    assert (served_by is not None) == (args.mode == "ours"), f"{args.mode} is served by {served_by}"
+    engine = sglang.Engine(**engine_arguments(args), mem_fraction_static=0.75)
+    check_worker(engine, args.mode)
     rng = random.Random(0)
     for batch in args.batch:
         prompts = [[rng.randrange(100, 4000) for _ in range(512)] for _ in range(batch)]

@@ -54,7 +54,7 @@ class DFlashDraftModel(nn.Module):
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
-        self.dflash_config = DFlashConfig.from_dict(config.to_dict(), getattr(config, "_name_or_path", ""))
+        self.dflash_config = DFlashConfig.from_dict(config.to_dict(), config._name_or_path)
         num_features = len(self.dflash_config.target_layer_ids)
         self.fc = nn.Linear(num_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
