@@ -120,6 +120,12 @@ def engine_arguments(args: argparse.Namespace) -> dict:
     } | ({} if args.mode == "none" else dflash)
 
 
+def mode_environment(mode: str, accept_length: float) -> dict[str, str]:
+    """Environment of a process that serves `mode`: in-tree keeps every plugin out, "none" accepts nothing."""
+    env = os.environ | {"SGLANG_SIMULATE_ACC_LEN": "-1" if mode == "none" else str(accept_length)}
+    return env | {"SGLANG_PLUGINS": "none"} if mode == "in-tree" else env
+
+
 def check_worker(engine, mode: str) -> None:
     served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
     assert (served_by is not None) == (mode == "ours"), f"{mode} is served by {served_by}"
@@ -168,9 +174,7 @@ class Configuration:
         command = [sys.executable, __file__, "--serve", "--mode", mode, "--backend", backend, "--pair", args.pair]
         command += ["--batch", *map(str, args.batch), "--models", str(args.models)]
         command += ["--new-tokens", str(new_tokens), "--prompt-tokens", str(args.prompt_tokens)]
-        env = dict(os.environ, SGLANG_SIMULATE_ACC_LEN=str(args.accept_length) if mode != "none" else "-1")
-        if mode == "in-tree":
-            env["SGLANG_PLUGINS"] = "none"
+        env = mode_environment(mode, args.accept_length)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, env=env, text=True, **pipes)
@@ -252,6 +256,14 @@ def report(results: list[dict], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def save(text: str, results: list[dict], out: Path | None) -> None:
+    """Print the report; where `out` is given, write it there and the raw numbers beside it."""
+    print(text)
+    if out:
+        out.write_text(text)
+        out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", choices=PAIRS, default="qwen3-8b")
@@ -273,11 +285,7 @@ def main() -> None:
         serve(args)
         return
     results = run_all(args)
-    text = report(results, args)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    save(report(results, args), results, args.out)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,15 @@ import collections
 import gzip
 import itertools
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-from bench_decode import PAIRS, check_worker, engine_arguments
+from bench_decode import PAIRS, check_worker, engine_arguments, mode_environment, save
 
 # The kernel that lays out the next block, ours and in-tree: launched once a cycle.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
@@ -47,14 +45,18 @@ def trace_engine(args: argparse.Namespace) -> None:
             engine.generate(input_ids=prompts, sampling_params=sampling)
             deadline = time.monotonic() + 60
             while not (traces := list(Path(folder).glob("*.json.gz"))) and time.monotonic() < deadline:
-                threading.Event().wait(0.5)
-            threading.Event().wait(2)
+                time.sleep(0.5)
+            time.sleep(2)  # the file exists before it is complete
             events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
         summary = summarize([e for e in events if e.get("cat") in GPU_WORK], args.cycles)
         print(
             "RESULT " + json.dumps({"mode": args.mode, "backend": args.backend, "batch": batch} | summary), flush=True
         )
     engine.shutdown()
+
+
+def in_graph(event: dict) -> bool:
+    return bool(event["args"].get("graph node id"))
 
 
 def summarize(events: list[dict], cycles: int) -> dict:
@@ -75,18 +77,19 @@ def summarize(events: list[dict], cycles: int) -> dict:
         row = kernels[e["name"][:110]]
         row[0] += 1
         row[1] += e["dur"]
-        row[2] += bool(e["args"].get("graph node id"))
+        row[2] += in_graph(e)
     rows = [
         {"name": name, "count": n / num_cycles, "us": us / num_cycles, "in_graph": graph / n}
         for name, (n, us, graph) in kernels.items()
     ]
     rows.sort(key=lambda row: -row["us"])
+    outside = [e for e in window if not in_graph(e)]
     return {
         "cycle_us": statistics.median(b - a for a, b in itertools.pairwise(starts)),
         "busy_us": busy / num_cycles,
         "launches": len(window) / num_cycles,
-        "launches_outside_graphs": sum(not e["args"].get("graph node id") for e in window) / num_cycles,
-        "us_outside_graphs": sum(e["dur"] for e in window if not e["args"].get("graph node id")) / num_cycles,
+        "launches_outside_graphs": len(outside) / num_cycles,
+        "us_outside_graphs": sum(e["dur"] for e in outside) / num_cycles,
         "kernels": rows,
     }
 
@@ -133,19 +136,13 @@ def main() -> None:
         for mode in args.modes:
             command = [sys.executable, __file__, "--trace", "--mode", mode, "--backend", backend, "--pair", args.pair]
             command += ["--batch", *map(str, args.batch), "--models", str(args.models), "--cycles", str(args.cycles)]
-            env = dict(os.environ, SGLANG_SIMULATE_ACC_LEN=str(args.accept_length))
-            if mode == "in-tree":
-                env["SGLANG_PLUGINS"] = "none"
+            env = mode_environment(mode, args.accept_length)
             run = subprocess.run(command, env=env, capture_output=True, text=True)
             if run.returncode:
                 raise RuntimeError(f"{mode} on {backend} failed:\n{run.stderr[-6000:]}")
             lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
             results += [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    text = report(results, args.top)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    save(report(results, args.top), results, args.out)
 
 
 if __name__ == "__main__":

@@ -98,11 +98,13 @@ def handle_dflash(server_args: ServerArgs) -> None:
     Raises:
         ConfigError: naming the flag or checkpoint field, and its value.
     """
+    # Also here, in case the hook around `handle_speculative_decoding` is the one that did not take.
     hooks.verify()
-    drafter = load_drafter_config(server_args)
+    hf_config = read_drafter(server_args)
+    drafter = DFlashConfig.from_dict(hf_config.to_dict(), server_args.speculative_draft_model_path)
     drafter.check_target(target_facts(server_args))
     drafter.check_tensor_parallel(server_args.tp_size)
-    check_context_length(server_args)
+    check_context_length(server_args, hf_config)
     check_dtypes(server_args)
     block_size = resolve_block_size(
         drafter.block_size, server_args.speculative_dflash_block_size, server_args.speculative_num_draft_tokens
@@ -156,10 +158,10 @@ def check_dtypes(server_args: ServerArgs) -> None:
         )
 
 
-def check_context_length(server_args: ServerArgs) -> None:
+def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> None:
     """SGLang refuses a drafter with a shorter context than the target's, without saying whose context it is."""
     served = server_args.get_model_config().context_len
-    trained = get_context_length(read_drafter(server_args))
+    trained = get_context_length(drafter)
     if served > trained and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
         raise ConfigError(
             f"max_position_embeddings={trained} of drafter {server_args.speculative_draft_model_path} does not reach "

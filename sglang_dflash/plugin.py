@@ -11,8 +11,6 @@ from sglang_dflash.version import __version__
 SUPPORTED_SGLANG = "0.5.17"
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-
-
 HANDLE_SERVER_ARGS = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args"
 
 

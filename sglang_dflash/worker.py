@@ -128,10 +128,13 @@ class DFlashWorker(BaseSpecWorker):
             self._mask_token_id,
             self.block_size,
         )
-        block_tokens = self._draft(batch, draft_input, block_ids, positions.view(-1), out_cache_loc.view(-1))
+        positions, out_cache_loc = positions.view(-1), out_cache_loc.view(-1)
+        # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
+        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
+        block_tokens = self._draft(batch, block_ids, positions, out_cache_loc)
 
         # 2. Verify the block as a causal chain, and 3. accept a prefix of it at the end of the target's forward.
-        accepted, output = self._verify(batch, draft_input, block_tokens, positions.view(-1), out_cache_loc.view(-1))
+        accepted, output = self._verify(batch, block_tokens, positions, out_cache_loc)
         if SIMULATED:
             accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
 
@@ -141,13 +144,12 @@ class DFlashWorker(BaseSpecWorker):
 
         # 5. Append the committed rows to the drafter's context. Rejected rows never enter it.
         hidden_states = output.logits_output.hidden_states
-        self._context.write(hidden_states, positions.view(-1), out_cache_loc.view(-1), accepted.accept_lens)
+        self._context.write(hidden_states, positions, out_cache_loc, accepted.accept_lens)
         return self._result(accepted, output)
 
     def _draft(
         self,
         batch: ScheduleBatch,
-        draft_input: DFlashDraftInput,
         block_ids: torch.Tensor,
         positions: torch.Tensor,
         out_cache_loc: torch.Tensor,
@@ -161,15 +163,14 @@ class DFlashWorker(BaseSpecWorker):
             [bs, B] int64, the bonus token and the draft tokens.
         """
         bs = batch.batch_size()
-        kv_lens_cpu, kv_lens_sum = self._host_seq_lens(batch, draft_input)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
             input_ids=block_ids.view(-1),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            seq_lens_cpu=kv_lens_cpu,
-            seq_lens_sum=kv_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            seq_lens_sum=batch.seq_lens_sum,
             out_cache_loc=out_cache_loc,
             positions=positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
@@ -188,19 +189,14 @@ class DFlashWorker(BaseSpecWorker):
     def _verify(
         self,
         batch: ScheduleBatch,
-        draft_input: DFlashDraftInput,
         block_tokens: torch.Tensor,
         positions: torch.Tensor,
         out_cache_loc: torch.Tensor,
     ) -> tuple[Acceptance, GenerationBatchResult]:
-        """Run the target over the block in TARGET_VERIFY mode, and decide.
-
-        The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        """
+        """Run the target over the block in TARGET_VERIFY mode, and decide; the batch serves as scratch."""
         batch.input_ids = block_tokens.view(-1)
         batch.out_cache_loc = out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_seq_lens(batch, draft_input)
         batch.spec_info = DFlashVerifyInput(
             draft_token=batch.input_ids,
             positions=positions,
@@ -273,7 +269,7 @@ class DFlashWorker(BaseSpecWorker):
             can_run_cuda_graph=output.can_run_cuda_graph,
         )
 
-    def _host_seq_lens(self, batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
+    def _host_kv_lens(self, batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
         """KV lengths on the CPU for planning, the block included: exact where a backend asked the scheduler for
         sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
         if batch.seq_lens_cpu is not None:
