@@ -6,13 +6,16 @@ import pytest
 from serving import Settings, assert_same_answers
 
 DEFAULT = Settings("default")
-# Admits requests as if they ended at once, into a pool that cannot hold them to their real end.
+# Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
+# depends on when they arrive, so SGLang also retracts one every few steps.
 EAGER = (("schedule-conservativeness", 0.05), ("max-running-requests", 8))
+RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
 SMALL_POOLS = [
-    Settings("small-pool", flags=(("max-total-tokens", 640), *EAGER)),
+    Settings("small-pool", flags=(("max-total-tokens", 640), *EAGER), env=RETRACT),
     Settings(
         "small-pool-page16-sync",
         flags=(("max-total-tokens", 640), ("page-size", 16), ("disable-overlap-schedule", True), *EAGER),
+        env=RETRACT,
     ),
 ]
 
@@ -66,7 +69,7 @@ def test_parallel_samples(pair, prompts):
 def test_abort_in_mid_stream(pair, prompts, how):
     """The others of the batch go on as if the aborted request had never been there."""
     victim = {"input_ids": prompts[1], "max_new_tokens": 1900, "ignore_eos": True}
-    others = [{"input_ids": prompt, "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[20:26]]
+    others = [{"input_ids": prompt, "max_new_tokens": 300, "ignore_eos": True} for prompt in prompts[20:26]]
     quiet = pair.plain.generate_concurrently([victim | {"max_new_tokens": 300}, *others])
 
     with ThreadPoolExecutor(1) as threads:
