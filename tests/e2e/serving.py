@@ -32,6 +32,8 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
+    # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
