@@ -77,8 +77,6 @@ def _malformed(req: Req) -> str | None:
     params = req.sampling_params
     if params.max_new_tokens is not None and not isinstance(params.max_new_tokens, int):
         return f"max_new_tokens={params.max_new_tokens!r} is not an integer."
-    if params.min_new_tokens > 0 and req.tokenizer is None:
-        return f"min_new_tokens={params.min_new_tokens} needs a tokenizer, and --skip-tokenizer-init left it out."
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         return f"min_p={params.min_p} is not supported with --enable-deterministic-inference."
     if req.custom_logit_processor is not None:
