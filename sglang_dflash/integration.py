@@ -111,6 +111,13 @@ HOOKS = [
         until="custom logit processors get the output tokens handed to them",
     ),
     Hook(
+        target="sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        kind=HookType.AROUND,
+        function=sampling.sample_by_row,
+        why="the tokens of a seeded request change with the filters of the requests beside it",
+        until="the sampler decides for each row in which order it draws",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         kind=HookType.AFTER,
         function=report_worker,

@@ -8,19 +8,24 @@ Shapes: bs requests, B rows of a block, V tokens.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.penalties import Penalties, are_penalised
+
+# Samplers of DFLASH targets: see `sample_by_row`.
+_samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
 
 
 def takes_argmax(batch: ScheduleBatch) -> bool:
@@ -40,7 +45,8 @@ class BlockSampler:
     """Chooses the target's tokens of whole blocks."""
 
     def __init__(self, target_runner: ModelRunner) -> None:
-        self._runner = target_runner
+        self._sampler = target_runner.sampler
+        _samplers.add(self._sampler)
         num_slots = target_runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
@@ -99,7 +105,7 @@ class BlockSampler:
         is_mixed = info.is_any_greedy and not info.is_all_greedy
         argmax = logits.argmax(dim=-1) if is_mixed else None
         chosen = LogitsProcessorOutput(next_token_logits=logits)
-        tokens = self._runner.sampler(
+        tokens = self._sampler(
             chosen,
             _per_row(info, block_size),
             batch.return_logprob,
@@ -175,3 +181,23 @@ def processors_need_the_last_result(result: bool, scheduler, batch: ScheduleBatc
         and batch.sampling_info.has_custom_logit_processor
         and len(scheduler.result_queue) > 0
     )
+
+
+def sample_by_row(
+    original,
+    sampler: Sampler,
+    probs: torch.Tensor,
+    info: SamplingBatchInfo,
+    positions: torch.Tensor,
+    simple_sampling_case: bool,
+) -> torch.Tensor:
+    """AROUND `Sampler._sample_from_probs`: [T, V] probabilities in, [T] tokens out.
+
+    SGLang draws seeded tokens in the order of the vocabulary where no request of a batch has a filter, else in the
+    order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
+    """
+    tokens = original(sampler, probs, info, positions, simple_sampling_case)
+    if sampler not in _samplers or info.sampling_seed is None or simple_sampling_case:
+        return tokens
+    is_unfiltered = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1.0)
+    return torch.where(is_unfiltered, original(sampler, probs, info, positions, True), tokens)

@@ -34,6 +34,7 @@ from sglang_dflash.drafter_runner import build_draft_worker
 from sglang_dflash.graphs import GraphTail
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.metrics import CycleMetrics
 from sglang_dflash.sampling import BlockSampler, takes_argmax
 from sglang_dflash.simulate import SIMULATED, simulate_acceptance
 from sglang_dflash.verify_logits import keep_model_dtype
@@ -53,6 +54,7 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker = build_draft_worker(server_args, gpu_id, ps, nccl_port, target_worker)
         self.device = target_worker.device
         self.block_size = server_args.speculative_num_draft_tokens
+        self._metrics = CycleMetrics(server_args, ps, self.block_size, self.device)
 
         target_model = target_worker.model_runner.model
         draft_model = self.draft_model_runner.model
@@ -95,7 +97,12 @@ class DFlashWorker(BaseSpecWorker):
             "worker": type(self).__name__,
             "block_size": self.block_size,
             "draft_attention_backend": self.draft_model_runner.server_args.attention_backend,
+            **self._metrics.snapshot(),
         }
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The scheduler has read the result of the oldest decode cycle that it had not."""
+        self._metrics.complete(num_correct_drafts_per_req)
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """The request names a checkpoint of the target, which has just been updated; the drafter keeps its own."""
@@ -124,6 +131,7 @@ class DFlashWorker(BaseSpecWorker):
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
         draft_input: DFlashDraftInput = batch.spec_info
+        self._metrics.begin()
 
         # 1. Draft: [bonus, mask x (B - 1)] through the drafter, one argmax per row.
         block_ids, positions, out_cache_loc = ops.prepare_block(
@@ -138,6 +146,7 @@ class DFlashWorker(BaseSpecWorker):
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
         batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
         block_tokens = self._draft(batch, block_ids, positions, out_cache_loc)
+        self._metrics.mark()
 
         # 2. Verify the block as a causal chain.
         grammar_tree = GrammarTree.from_linear_chain(block_tokens) if batch.has_grammar else None
@@ -153,6 +162,7 @@ class DFlashWorker(BaseSpecWorker):
             accepted = ops.accept_prefix(block_tokens, target_tokens, batch.seq_lens)
         if SIMULATED:
             accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
+        self._metrics.mark()
 
         # 4. Publish: the scheduler prepares the next cycle while this one appends.
         if on_publish is not None:
@@ -161,6 +171,7 @@ class DFlashWorker(BaseSpecWorker):
         # 5. Append the committed rows to the drafter's context. Rejected rows never enter it.
         features, last_hidden_states = self._split_hidden_states(output)
         self._context.write(features, positions, out_cache_loc, accepted.accept_lens)
+        self._metrics.mark()
         self._sampler.end_cycle(batch, accepted)
         # The next replay of the target's graph overwrites them before the scheduler has read them.
         output.logits_output.hidden_states = last_hidden_states.clone() if batch.return_hidden_states else None

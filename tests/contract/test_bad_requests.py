@@ -13,7 +13,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.requests import HARMLESS, HONOURED, REFUSED, REFUSED_OUTPUTS
+from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, REFUSED_OUTPUTS
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, Settings
@@ -26,7 +26,7 @@ SETTINGS = Settings("requests", flags=(("enable-custom-logit-processor", True), 
 
 
 def test_every_sampling_parameter_is_classified():
-    classified = [*HARMLESS, *HONOURED, *REFUSED]
+    classified = [*BY_SGLANG, *BY_SAMPLER]
     assert len(set(classified)) == len(classified)
     assert set(classified) == {field.name for field in msgspec.structs.fields(SamplingParams)}
 
@@ -155,29 +155,18 @@ def test_unknown_field_is_ignored(server, good_text):
 
 
 NOT_SUPPORTED = {
-    "temperature": sampling(temperature=0.5),
-    "frequency_penalty": sampling(frequency_penalty=0.5),
-    "presence_penalty": sampling(presence_penalty=0.5),
-    "repetition_penalty": sampling(repetition_penalty=1.2),
-    "min_new_tokens": sampling(min_new_tokens=4),
-    "logit_bias": sampling(logit_bias={"5": 1.0}),
-    "custom_params": sampling(custom_params={"a": 1}),
-    "json_schema": sampling(json_schema='{"type": "object"}'),
-    "regex": sampling(regex="a+"),
-    "ebnf": sampling(ebnf='root ::= "a"'),
-    "structural_tag": sampling(structural_tag="{}"),
-    "return_logprob": GOOD | {"return_logprob": True},
-    "return_hidden_states": GOOD | {"return_hidden_states": True},
     "return_routed_experts": GOOD | {"return_routed_experts": True},
     "return_indexer_topk": GOOD | {"return_indexer_topk": True},
     "return_sampling_mask": GOOD | {"return_sampling_mask": True},
-    # Not even well-formed: SGLang would unpack it, and end, in the refused request's prefill.
+    # Not well-formed: SGLang would unpack them, and end, when the request joins a batch.
     "custom_logit_processor": GOOD | {"custom_logit_processor": "{}"},
+    "custom_logit_processor of no class": GOOD | {"custom_logit_processor": '{"callable": "00"}'},
+    "custom_logit_processor of text": GOOD | {"custom_logit_processor": "x"},
 }
 
 
 def test_every_refusal_is_tested():
-    assert set(REFUSED) | set(REFUSED_OUTPUTS) <= set(NOT_SUPPORTED)
+    assert set(REFUSED_OUTPUTS) <= set(NOT_SUPPORTED)
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -186,44 +175,30 @@ def test_unsupported_is_refused_by_name(server, name):
     response = post(server, "/generate", json=NOT_SUPPORTED[name])
     assert response.status_code == 400, response.text
     message = response.json()["error"]["message"]
-    assert message.startswith(name)
+    assert message.startswith(name.split()[0])
     assert len(message) < 200
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_default_temperature_is_refused(server):
-    response = post(server, "/generate", json={"text": "x"})
-    assert response.status_code == 400
-    assert "send temperature=0" in response.json()["error"]["message"]
-
-
-@pytest.mark.usefixtures("undisturbed")
-@pytest.mark.parametrize(
-    ("path", "body", "name"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "temperature"),
-        ("/v1/completions", {"prompt": "x", "temperature": 0, "logprobs": 1}, "return_logprob"),
-        ("/v1/completions", {"prompt": "x", "temperature": 0, "presence_penalty": 1}, "presence_penalty"),
-        (
-            "/v1/completions",
-            {"prompt": "x", "temperature": 0, "response_format": {"type": "json_object"}},
-            "json_schema",
-        ),
-        ("/v1/completions", {"temperature": 0}, "prompt"),
-        ("/v1/chat/completions", {"temperature": 0}, "messages"),
-    ],
-)
-def test_openai_api_refuses_by_name(server, path, body, name):
-    response = post(server, path, json={"model": "default"} | body)
+@pytest.mark.parametrize(("path", "name"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+def test_openai_api_refuses_by_name(server, path, name):
+    response = post(server, path, json={"model": "default", "temperature": 0})
     assert response.status_code == 400
     assert name in response.json()["message"]
 
 
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize(
-    "params", [{"top_p": 0.5}, {"min_p": 0.5}, {"sampling_seed": 7}, {"temperature": 0.7, "top_k": 1}]
+    "params",
+    [
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"sampling_seed": 7},
+        {"temperature": 0.7, "top_k": 1},
+        {"custom_params": {"a": 1}},
+    ],
 )
-def test_harmless_parameters_change_nothing(server, good_text, params):
+def test_what_a_greedy_request_does_not_heed(server, good_text, params):
     assert text_of(server, sampling(**params)) == good_text
 
 
@@ -240,7 +215,9 @@ def test_stop_regex_is_honoured(server, good_text):
 def test_refused_beside_good_in_one_batch(server, good_text):
     """Each request of a batch is judged alone, but one answer is an error, so the batch is: nothing of it lingers."""
     response = post(
-        server, "/generate", json={"text": [GOOD["text"]] * 2, "sampling_params": [GREEDY, GREEDY | {"regex": "a+"}]}
+        server,
+        "/generate",
+        json={"text": [GOOD["text"]] * 2, "sampling_params": [GREEDY, GREEDY | {"max_new_tokens": 1.5}]},
     )
     assert response.status_code in (200, 400), response.text
     if response.status_code == 200:

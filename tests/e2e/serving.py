@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -87,6 +88,26 @@ class Settings:
         return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
 
 
+_given_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """A port for a server that is about to start.
+
+    Below those that Linux gives to connections, and far from other servers': SGLang takes a second port up to 1000
+    above its own.
+    """
+    ports = range(10000, 32000, 1500)
+    for port in random.sample(ports, len(ports)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
+    _given_ports.clear()
+    return free_port()
+
+
 class ServerError(AssertionError):
     """The server died, did not come up or refused a request; ends with the tail of its log."""
 
@@ -98,9 +119,7 @@ class Server:
         self.settings = settings
         self.dflash = dflash
         self.log_path = log_path
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._http = requests.Session()
         self._http.trust_env = False

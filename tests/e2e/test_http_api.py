@@ -62,51 +62,9 @@ def test_openai_routes(pair, path, body):
     assert streamed == content(dflash["choices"][0])
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"text": QUESTION, "sampling_params": {"temperature": 0.7}}),
-        ("/generate", {"text": QUESTION}),
-        ("/v1/completions", {"model": "tiny", "prompt": QUESTION, "temperature": 0.7}),
-        ("/v1/chat/completions", {"model": "tiny", "temperature": 0.7} | MESSAGES),
-        ("/v1/chat/completions", {"model": "tiny"} | MESSAGES),
-    ],
-)
-def test_sampling_is_refused(pair, prompts, path, body):
-    refused = pair.dflash.try_post(path, body)
-
-    assert refused.status_code == 400
-    answer = refused.json()
-    assert "temperature" in answer.get("error", answer)["message"]
-    pair.lossless(lambda server: server.generate(prompts[0], max_new_tokens=20))
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling_params", "fields"),
-    [
-        ("frequency_penalty", {"frequency_penalty": 0.5}, {}),
-        ("presence_penalty", {"presence_penalty": 0.5}, {}),
-        ("repetition_penalty", {"repetition_penalty": 1.2}, {}),
-        ("min_new_tokens", {"min_new_tokens": 4}, {}),
-        ("logit_bias", {"logit_bias": {"5": 10.0}}, {}),
-        ("regex", {"regex": "[a-z]+"}, {}),
-        ("json_schema", {"json_schema": '{"type": "object"}'}, {}),
-        ("return_logprob", {}, {"return_logprob": True}),
-    ],
-)
-def test_what_dflash_cannot_honour_is_refused_by_name(pair, prompts, name, sampling_params, fields):
-    body = {"text": QUESTION, "sampling_params": {"temperature": 0, "max_new_tokens": 8} | sampling_params} | fields
-
-    refused = pair.dflash.try_post("/generate", body)
-
-    assert refused.status_code == 400
-    assert name in refused.json()["error"]["message"]
-    pair.lossless(lambda server: server.generate(prompts[0], max_new_tokens=20))
-
-
 def test_refused_requests_do_not_disturb_the_batch(pair, prompts):
     requests = [{"input_ids": prompt, "max_new_tokens": 100, "ignore_eos": True} for prompt in prompts[:6]]
-    bad = {"text": QUESTION, "sampling_params": {"temperature": 1.0}}
+    bad = {"text": QUESTION, "sampling_params": {"temperature": 0}, "return_routed_experts": True}
 
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(pair.dflash.generate_concurrently, requests)
@@ -114,6 +72,7 @@ def test_refused_requests_do_not_disturb_the_batch(pair, prompts):
         answers = running.result()
 
     assert [response.status_code for response in refused] == [400] * 8
+    assert all("return_routed_experts" in response.json()["error"]["message"] for response in refused)
     assert_same_answers(answers, pair.plain.generate_concurrently(requests))
 
 
