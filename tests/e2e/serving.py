@@ -285,8 +285,9 @@ class ServerKeeper:
     def servers(self) -> list[Server]:
         return list(self._servers.values())
 
-    def pair(self, settings: Settings) -> Pair:
-        return Pair(*self._get([(settings, True), (settings, False)]))
+    def pair(self, settings: Settings, plain: Settings | None = None) -> Pair:
+        """Servers of the same settings; the one without speculation has its own where `plain` is given."""
+        return Pair(*self._get([(settings, True), (plain or settings, False)]))
 
     def server(self, settings: Settings, dflash: bool) -> Server:
         return self._get([(settings, dflash)])[0]

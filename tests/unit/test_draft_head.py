@@ -41,9 +41,7 @@ def off_by_one_ulp(logits: torch.Tensor) -> torch.Tensor:
 def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
     """This rank's shard of an lm_head that gives these logits for the rows of an identity matrix."""
     vocabulary = logits.shape[1]
-    lm_head = ParallelLMHead(
-        vocabulary, NUM_ROWS, params_dtype=logits.dtype, org_num_embeddings=vocabulary - num_added
-    )
+    lm_head = ParallelLMHead(vocabulary, NUM_ROWS, params_dtype=logits.dtype, org_num_embeddings=vocabulary - num_added)
     shard = lm_head.shard_indices
     # A padding row would win everywhere.
     weight = torch.full_like(lm_head.weight, 100)
@@ -66,7 +64,11 @@ def draft(logits: torch.Tensor, num_added: int) -> torch.Tensor:
 def serve_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_grad_enabled(False)
     init_distributed_environment(
-        world_size=world_size, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{folder}/init"
+        world_size=world_size,
+        rank=rank,
+        local_rank=rank,
+        backend="gloo",
+        distributed_init_method=f"file://{folder}/init",
     )
     initialize_model_parallel(tensor_model_parallel_size=world_size, backend="gloo")
     blocks = {}
