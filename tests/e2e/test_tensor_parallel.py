@@ -23,7 +23,7 @@ SMALL_POOL = Settings(
     flags=(("tp-size", 2), ("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8)),
     env=CORES + RETRACT,
 )
-TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),), env=CORES)
+TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
 
 
 @pytest.fixture

@@ -1,0 +1,301 @@
+"""No speculation, SGLang's in-tree DFLASH and this package, over everything that matters, in one command.
+
+On a CPU, the tiny pair that this package ships:
+
+    python3 scripts/bench_sweep.py --concurrency 1 4 16 --out scripts/results/tiny_cpu
+
+On a GPU, decoding alone, with dummy weights in the shape of real models and simulated acceptance:
+
+    python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
+        --backends fa3 flashinfer triton --new-tokens 384 --out scripts/results/decode
+
+With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
+
+    python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\
+        --concurrency 1 2 4 8 16 32 64 --new-tokens 2048 --chat-arguments '{"enable_thinking": false}'
+
+Every engine is a process of its own. Those that are compared live side by side and take turns, so that drift hits all
+of them. OUT.json keeps what is measured: the same command, or one with more pairs, backends or lengths, goes on where
+it was stopped. OUT.md and OUT.png show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from bench.engine import MODES, Configuration, EngineProcess, Workload
+from bench.pairs import PAIRS, Pair, checkpoint, find_pair
+from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
+from bench.results import Results, draw, markdown
+from tqdm import tqdm
+
+_BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
+_METHODS = {
+    "requests": "Greedy requests from as many clients as the concurrency says, each waiting for its answer; token ids "
+    "in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is what a request waits for its next "
+    "tokens, prefills of others included.",
+    "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one.",
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured of the pairs that share a target and a workload: groups of engines that take turns."""
+
+    workload: Workload
+    is_dummy: bool
+    groups: list[list[Configuration]]
+
+
+def make_groups(
+    pairs: list[Pair], modes: list[str], backends: list[str], tps: list[int], blocks: list[int | None], together: int
+) -> list[list[Configuration]]:
+    """Configurations of one target in groups of up to `together` engines.
+
+    Engines with the same drafter and block size stay together. Where there is room, no speculation is measured beside
+    them, else in groups of its own; it is measured once for all drafters and block sizes.
+    """
+    contests, plain = [], []
+    for tp in tps:
+        for backend in backends:
+            for pair in pairs:
+                for block in blocks:
+                    contest = [
+                        Configuration(m, pair.target, pair.drafter, backend, tp, block) for m in modes if m != "none"
+                    ]
+                    contests += [contest] if len(contest) <= together else [[engine] for engine in contest]
+            if "none" in modes:
+                alone = [Configuration("none", pairs[0].target, None, backend, tp)]
+                (contests if together >= len(modes) else plain).append(alone)
+    groups: list[list[Configuration]] = [[]]
+    for unit in contests + plain:
+        if groups[-1] and len(groups[-1]) + len(unit) > together:
+            groups.append([])
+        groups[-1] += unit
+    return groups
+
+
+def plan(args: argparse.Namespace) -> list[Sweep]:
+    """Sweeps of the command line: one for every target.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    by_target: dict[str, list[Pair]] = {}
+    for name in args.pairs:
+        pair = find_pair(name)
+        by_target.setdefault(pair.target, []).append(pair)
+    sweeps = []
+    for pairs in by_target.values():
+        pair = pairs[0]
+        workload = Workload(
+            measure=args.measure,
+            prompts=make_prompts(args, pair),
+            concurrency=sorted(args.concurrency),
+            new_tokens=args.new_tokens,
+            plain_tokens=args.plain_tokens,
+            requests=args.requests,
+            accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
+            chat_arguments=args.chat_arguments,
+        )
+        together = args.together or pair.together
+        groups = make_groups(pairs, args.modes, args.backends, args.tp, args.block_sizes, together)
+        sweeps.append(Sweep(workload, pair.is_dummy, groups))
+    return sweeps
+
+
+def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
+    if pair.is_dummy:
+        if args.datasets:
+            raise ValueError(f"--datasets: the dummy weights of {pair.target} have no tokenizer; use --prompt-tokens.")
+        return [Prompts(None, tokens) for tokens in args.prompt_tokens or [512]]
+    datasets = args.datasets or ([TINY_PROMPTS] if pair == PAIRS["tiny"] else [])
+    if not datasets:
+        raise ValueError(f"--datasets: needed, as drafts of {pair.drafter} are only as good as on real text.")
+    for dataset in datasets:
+        read_dataset(dataset)
+    if args.measure == "decode" and not args.prompt_tokens:
+        raise ValueError("--prompt-tokens: needed with --measure decode, whose requests must all decode in step.")
+    return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
+
+
+def run(sweeps: list[Sweep], args: argparse.Namespace, results: Results) -> None:
+    """Measure what `results` does not have yet."""
+    rounds = [
+        (sweep, group, [turn for turn in turns(sweep.workload) if missing(results, group, *turn)])
+        for sweep in sweeps
+        for group in sweep.groups
+    ]
+    total = sum(len(group) * len(todo) * args.repeats for _, group, todo in rounds)
+    with tqdm(total=total, unit="run", smoothing=0) as progress:
+        for sweep, group, todo in rounds:
+            if todo:
+                measure_group(sweep, group, todo, args, results, progress)
+
+
+def turns(workload: Workload) -> list[tuple[Prompts, int]]:
+    return [(prompts, concurrency) for prompts in workload.prompts for concurrency in workload.concurrency]
+
+
+def missing(results: Results, group: list[Configuration], prompts: Prompts, concurrency: int) -> bool:
+    return not all(results.has(key_of(configuration, prompts, concurrency)) for configuration in group)
+
+
+def key_of(configuration: Configuration, prompts: Prompts, concurrency: int) -> dict:
+    return asdict(configuration) | {"prompts": str(prompts), "concurrency": concurrency}
+
+
+def measure_group(
+    sweep: Sweep,
+    group: list[Configuration],
+    todo: list[tuple[Prompts, int]],
+    args: argparse.Namespace,
+    results: Results,
+    progress: tqdm,
+) -> None:
+    """Start the engines of a group, let them take turns, and stop them."""
+    models = {model for configuration in group for model in (configuration.target, configuration.drafter) if model}
+    paths = {model: checkpoint(model, args.models) for model in models}
+    progress.set_postfix_str(f"starting {len(group)} engines")
+    engines = [
+        EngineProcess(configuration, sweep.workload, paths, args.device, sweep.is_dummy) for configuration in group
+    ]
+    for engine in engines:
+        engine.wait_until_ready()
+    for prompts, concurrency in todo:
+        index = sweep.workload.prompts.index(prompts)
+        runs = []
+        for engine in engines:
+            progress.set_postfix_str(f"warming up {engine.configuration}")
+            engine.measure(index, concurrency)
+        for repeat in range(args.repeats):
+            for engine in engines:
+                measured = engine.measure(index, concurrency)
+                runs.append(key_of(engine.configuration, prompts, concurrency) | {"repeat": repeat} | measured)
+                rate = f"{measured['tokens_per_s']:.0f} tokens/s"
+                progress.set_postfix_str(f"{engine.configuration}, {prompts}, concurrency {concurrency}: {rate}")
+                progress.update()
+        results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
+    for engine in engines:
+        engine.stop()
+
+
+def describe_setup(args: argparse.Namespace) -> dict:
+    """What has to be the same for figures that stand in one report."""
+    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python")
+    versions = [f"{name} {version}" for name in names if (version := installed(name))]
+    package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
+    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    digest = hashlib.sha256(sources).hexdigest()[:12]
+    return {
+        "hardware": hardware(args.device),
+        "versions": ", ".join([f"sglang-dflash {installed('sglang-dflash')} (sources {digest})", *versions]),
+        "method": _METHODS[args.measure],
+        "measure": args.measure,
+        "repeats": args.repeats,
+        "new_tokens": args.new_tokens,
+        "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
+        "requests": args.requests,
+        "accept_length": args.accept_length,
+        "chat_arguments": args.chat_arguments,
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def hardware(device: str) -> str:
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        os.uname().machine,
+    )
+    cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    if device == "cpu":
+        return f"CPU only, float32: {cores}"
+    # Not through torch, which would keep memory on the GPU.
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+    return f"{len(gpus) - 1} x {gpus[0]}, bfloat16; {cores}"
+
+
+def write_report(results: Results, out: Path, chart: bool) -> None:
+    """OUT.md, and OUT.png where a chart is wanted."""
+    if chart:
+        draw(results, out.with_suffix(".png"))
+    text = markdown(results, out.stem.replace("_", " "), f"{out.stem}.png" if chart else None)
+    out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"of {', '.join(PAIRS)}, or TARGET:DRAFTER")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; the in-tree worker needs a GPU")
+    parser.add_argument("--backends", nargs="+", help=f"attention; default: {_BACKENDS[device][0]}")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, help="cut prompts to these lengths")
+    parser.add_argument("--datasets", nargs="+", help="JSONL files; the tiny pair has prompts of its own")
+    parser.add_argument("--tp", nargs="+", type=int, default=[1])
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=[None], help="default: the drafter's")
+    parser.add_argument("--measure", choices=list(_METHODS), default="requests")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, help="answers per run of --measure requests; default: 4 per client")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--plain-tokens", type=int, default=96, help="--measure decode: without speculation")
+    parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
+    parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
+    parser.add_argument("--together", type=int, help="engines alive at a time; 1: one after the other")
+    parser.add_argument("--device", choices=list(_BACKENDS), default=device)
+    parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
+    parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
+    parser.add_argument("--no-chart", action="store_true", help="where matplotlib is missing")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write OUT.md and OUT.png of OUT.json")
+    args = parser.parse_args(argv)
+    args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
+    args.backends = args.backends or _BACKENDS[args.device]
+    if args.device == "cpu" and "in-tree" in args.modes:
+        raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
+    if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is missing: use --no-chart, and --report where it is installed.")
+    return args
+
+
+def main() -> None:
+    try:
+        args = parse(sys.argv[1:])
+        data = args.out.with_suffix(".json")
+        if args.report:
+            results = Results.load(data)
+        else:
+            sweeps = plan(args)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            results = Results(data, describe_setup(args))
+    except ValueError as error:
+        sys.exit(f"bench_sweep.py: {error}")
+    if not args.report:
+        run(sweeps, args, results)
+    write_report(results, args.out, chart=not args.no_chart)
+
+
+if __name__ == "__main__":
+    main()
