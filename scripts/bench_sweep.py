@@ -125,8 +125,11 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
         raise ValueError(f"--datasets: needed, as drafts of {pair.drafter} are only as good as on real text.")
     for dataset in datasets:
         read_dataset(dataset)
-    if args.measure == "decode" and not args.prompt_tokens:
-        raise ValueError("--prompt-tokens: needed with --measure decode, whose requests must all decode in step.")
+    if args.measure == "decode" and (args.accept_length is None or not args.prompt_tokens):
+        raise ValueError(
+            "--measure decode: with trained weights it needs --accept-length, as its answers run on behind their ends, "
+            "where drafting is easy; and --prompt-tokens, as its requests decode in step."
+        )
     return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
 
 

@@ -52,7 +52,7 @@ class Workload:
         measure: "requests", closed-loop clients, or "decode", a batch that decodes in step.
         prompts: every set of prompts that is measured.
         concurrency: every number of clients, or of requests in the batch.
-        new_tokens: of every answer; with a dataset, answers may end earlier.
+        new_tokens: of every answer; those to a dataset may end earlier.
         plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
         requests: "requests": answers per measurement; None: 4 per client.
         accept_length: simulated; None: the drafter's own.
@@ -156,7 +156,7 @@ def serve(job: dict) -> None:
             result = measure_decode(engine, sets[index], concurrency, new_tokens)
         else:
             count = workload.requests or 4 * concurrency
-            ignore_eos = workload.prompts[index].dataset is None or workload.prompts[index].tokens is not None
+            ignore_eos = workload.prompts[index].dataset is None
             asked = [sets[index][i % len(sets[index])] for i in range(count)]
             answers = engine.loop.run_until_complete(
                 ask(engine, asked, concurrency, {"max_new_tokens": workload.new_tokens, "ignore_eos": ignore_eos})

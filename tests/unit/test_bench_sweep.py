@@ -133,7 +133,8 @@ def test_pairs():
         ("--modes in-tree --device cpu", "--modes in-tree"),
         ("--pairs a/b:c/d", "--datasets: needed"),
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
-        ("--measure decode", "--prompt-tokens: needed"),
+        ("--measure decode --prompt-tokens 64", "--measure decode: with trained weights"),
+        ("--measure decode --accept-length 4", "--measure decode: with trained weights"),
     ],
 )
 def test_bad_flags(flags, message):
