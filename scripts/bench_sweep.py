@@ -234,10 +234,10 @@ def hardware(device: str) -> str:
     cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
     if device == "cpu":
         return f"CPU only, float32: {cores}"
-    # Not through torch, which would keep memory on the GPU.
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
-    return f"{len(gpus) - 1} x {gpus[0]}, bfloat16; {cores}"
+    # In a process of its own, as torch would keep memory on the GPU.
+    query = "import torch; print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
+    gpus = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{gpus}, bfloat16; {cores}"
 
 
 def write_report(results: Results, out: Path, chart: bool) -> None:
