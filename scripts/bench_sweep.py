@@ -50,44 +50,17 @@ _METHODS = {
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """What is measured of the pairs that share a target and a workload: groups of engines that take turns."""
+class Candidate:
+    """An engine that takes part; `share` is the part of the GPU, or of a machine without one, that it takes."""
 
+    configuration: Configuration
     workload: Workload
     is_dummy: bool
-    groups: list[list[Configuration]]
+    share: float
 
 
-def make_groups(
-    pairs: list[Pair], modes: list[str], backends: list[str], tps: list[int], blocks: list[int | None], together: int
-) -> list[list[Configuration]]:
-    """Configurations of one target in groups of up to `together` engines.
-
-    Engines with the same drafter and block size stay together. Where there is room, no speculation is measured beside
-    them, else in groups of its own; it is measured once for all drafters and block sizes.
-    """
-    contests, plain = [], []
-    for tp in tps:
-        for backend in backends:
-            for pair in pairs:
-                for block in blocks:
-                    contest = [
-                        Configuration(m, pair.target, pair.drafter, backend, tp, block) for m in modes if m != "none"
-                    ]
-                    contests += [contest] if len(contest) <= together else [[engine] for engine in contest]
-            if "none" in modes:
-                alone = [Configuration("none", pairs[0].target, None, backend, tp)]
-                (contests if together >= len(modes) else plain).append(alone)
-    groups: list[list[Configuration]] = [[]]
-    for unit in contests + plain:
-        if groups[-1] and len(groups[-1]) + len(unit) > together:
-            groups.append([])
-        groups[-1] += unit
-    return groups
-
-
-def plan(args: argparse.Namespace) -> list[Sweep]:
-    """Sweeps of the command line: one for every target.
+def plan(args: argparse.Namespace) -> list[list[Candidate]]:
+    """Groups of engines that live side by side.
 
     Raises:
         ValueError: naming the flag.
@@ -96,23 +69,62 @@ def plan(args: argparse.Namespace) -> list[Sweep]:
     for name in args.pairs:
         pair = find_pair(name)
         by_target.setdefault(pair.target, []).append(pair)
-    sweeps = []
+    units = []
     for pairs in by_target.values():
-        pair = pairs[0]
-        workload = Workload(
-            measure=args.measure,
-            prompts=make_prompts(args, pair),
-            concurrency=sorted(args.concurrency),
-            new_tokens=args.new_tokens,
-            plain_tokens=args.plain_tokens,
-            requests=args.requests,
-            accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
-            chat_arguments=args.chat_arguments,
-        )
-        together = args.together or pair.together
-        groups = make_groups(pairs, args.modes, args.backends, args.tp, args.block_sizes, together)
-        sweeps.append(Sweep(workload, pair.is_dummy, groups))
-    return sweeps
+        units += make_units(pairs, make_workload(args, pairs[0]), args)
+    return pack(units)
+
+
+def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
+    return Workload(
+        measure=args.measure,
+        prompts=make_prompts(args, pair),
+        concurrency=sorted(args.concurrency),
+        new_tokens=args.new_tokens,
+        plain_tokens=args.plain_tokens,
+        requests=args.requests,
+        accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
+        chat_arguments=args.chat_arguments,
+    )
+
+
+def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) -> list[list[Candidate]]:
+    """What stays together of one target: engines with the same drafter, block size, backend and ranks.
+
+    No speculation is measured once for all drafters and block sizes.
+    """
+
+    def candidate(mode: str, pair: Pair, backend: str, tp: int, block: int | None) -> Candidate:
+        drafter, share = (None, pair.share[1]) if mode == "none" else (pair.drafter, pair.share[0])
+        configuration = Configuration(mode, pair.target, drafter, backend, tp, block)
+        return Candidate(configuration, workload, pair.is_dummy, 1 / args.together if args.together else share)
+
+    units = []
+    for tp in args.tp:
+        for backend in args.backends:
+            for pair in pairs:
+                for block in args.block_sizes:
+                    units.append([candidate(mode, pair, backend, tp, block) for mode in args.modes if mode != "none"])
+            if "none" in args.modes:
+                units.append([candidate("none", pairs[0], backend, tp, None)])
+    return units
+
+
+def pack(units: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Every unit into the first group that has room for it; one that never fits falls apart."""
+    groups: list[list[Candidate]] = []
+    for unit in units:
+        for part in [unit] if fits(unit) else [[candidate] for candidate in unit]:
+            group = next((group for group in groups if fits(group + part)), None)
+            if group is None:
+                groups.append(part)
+            else:
+                group += part
+    return groups
+
+
+def fits(candidates: list[Candidate]) -> bool:
+    return sum(candidate.share for candidate in candidates) < 1.001
 
 
 def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
@@ -133,65 +145,73 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
     return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
 
 
-def run(sweeps: list[Sweep], args: argparse.Namespace, results: Results) -> None:
+def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Results) -> None:
     """Measure what `results` does not have yet."""
-    rounds = [
-        (sweep, group, [turn for turn in turns(sweep.workload) if missing(results, group, *turn)])
-        for sweep in sweeps
-        for group in sweep.groups
-    ]
-    total = sum(len(group) * len(todo) * args.repeats for _, group, todo in rounds)
+    todo = [rounds_of(group, results) for group in groups]
+    total = sum(len(candidates) * args.repeats for rounds in todo for candidates, *_ in rounds)
     with tqdm(total=total, unit="run", smoothing=0) as progress:
-        for sweep, group, todo in rounds:
-            if todo:
-                measure_group(sweep, group, todo, args, results, progress)
+        for rounds in todo:
+            if rounds:
+                measure_rounds(rounds, args, results, progress)
 
 
-def turns(workload: Workload) -> list[tuple[Prompts, int]]:
-    return [(prompts, concurrency) for prompts in workload.prompts for concurrency in workload.concurrency]
+Round = tuple[list[Candidate], Prompts, int]
 
 
-def missing(results: Results, group: list[Configuration], prompts: Prompts, concurrency: int) -> bool:
-    return not all(results.has(key_of(configuration, prompts, concurrency)) for configuration in group)
-
-
-def key_of(configuration: Configuration, prompts: Prompts, concurrency: int) -> dict:
-    return asdict(configuration) | {"prompts": str(prompts), "concurrency": concurrency}
-
-
-def measure_group(
-    sweep: Sweep,
-    group: list[Configuration],
-    todo: list[tuple[Prompts, int]],
-    args: argparse.Namespace,
-    results: Results,
-    progress: tqdm,
-) -> None:
-    """Start the engines of a group, let them take turns, and stop them."""
-    models = {model for configuration in group for model in (configuration.target, configuration.drafter) if model}
-    paths = {model: checkpoint(model, args.models) for model in models}
-    progress.set_postfix_str(f"starting {len(group)} engines")
-    engines = [
-        EngineProcess(configuration, sweep.workload, paths, args.device, sweep.is_dummy) for configuration in group
+def rounds_of(group: list[Candidate], results: Results) -> list[Round]:
+    """Who takes turns with which prompts at which concurrency, as far as one of them has not been measured."""
+    by_workload: list[list[Candidate]] = []
+    for candidate in group:
+        same = next((others for others in by_workload if others[0].workload == candidate.workload), None)
+        if same is None:
+            by_workload.append([candidate])
+        else:
+            same.append(candidate)
+    return [
+        (candidates, prompts, concurrency)
+        for candidates in by_workload
+        for prompts in candidates[0].workload.prompts
+        for concurrency in candidates[0].workload.concurrency
+        if not all(results.has(key_of(candidate, prompts, concurrency)) for candidate in candidates)
     ]
-    for engine in engines:
+
+
+def key_of(candidate: Candidate, prompts: Prompts, concurrency: int) -> dict:
+    return asdict(candidate.configuration) | {"prompts": str(prompts), "concurrency": concurrency}
+
+
+def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
+    """Start the engines of one group, let them take turns, and stop them."""
+    engines: list[tuple[Candidate, EngineProcess]] = []
+    for candidates, *_ in rounds:
+        new = [candidate for candidate in candidates if all(candidate != other for other, _ in engines)]
+        engines += [(candidate, start(candidate, args)) for candidate in new]
+    progress.set_postfix_str(f"starting {len(engines)} engines")
+    for _, engine in engines:
         engine.wait_until_ready()
-    for prompts, concurrency in todo:
-        index = sweep.workload.prompts.index(prompts)
+    for candidates, prompts, concurrency in rounds:
+        turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
+        index = candidates[0].workload.prompts.index(prompts)
+        for _, engine in turn:
+            engine.measure(index, concurrency, is_warm_up=True)
         runs = []
-        for engine in engines:
-            progress.set_postfix_str(f"warming up {engine.configuration}")
-            engine.measure(index, concurrency)
         for repeat in range(args.repeats):
-            for engine in engines:
+            for candidate, engine in turn:
                 measured = engine.measure(index, concurrency)
-                runs.append(key_of(engine.configuration, prompts, concurrency) | {"repeat": repeat} | measured)
+                runs.append(key_of(candidate, prompts, concurrency) | {"repeat": repeat} | measured)
                 rate = f"{measured['tokens_per_s']:.0f} tokens/s"
-                progress.set_postfix_str(f"{engine.configuration}, {prompts}, concurrency {concurrency}: {rate}")
+                progress.set_postfix_str(f"{candidate.configuration}, {prompts}, concurrency {concurrency}: {rate}")
                 progress.update()
         results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
-    for engine in engines:
+    for _, engine in engines:
         engine.stop()
+
+
+def start(candidate: Candidate, args: argparse.Namespace) -> EngineProcess:
+    configuration = candidate.configuration
+    models = [model for model in (configuration.target, configuration.drafter) if model]
+    paths = {model: checkpoint(model, args.models) for model in models}
+    return EngineProcess(configuration, candidate.workload, paths, args.device, candidate.is_dummy)
 
 
 def describe_setup(args: argparse.Namespace) -> dict:
@@ -267,7 +287,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--plain-tokens", type=int, default=96, help="--measure decode: without speculation")
     parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
     parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
-    parser.add_argument("--together", type=int, help="engines alive at a time; 1: one after the other")
+    parser.add_argument("--together", type=int, help="engines alive at a time; default: what 80 GB hold of an 8B model")
     parser.add_argument("--device", choices=list(_BACKENDS), default=device)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
     parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
@@ -290,13 +310,13 @@ def main() -> None:
         if args.report:
             results = Results.load(data)
         else:
-            sweeps = plan(args)
+            groups = plan(args)
             args.out.parent.mkdir(parents=True, exist_ok=True)
             results = Results(data, describe_setup(args))
     except ValueError as error:
         sys.exit(f"bench_sweep.py: {error}")
     if not args.report:
-        run(sweeps, args, results)
+        run(groups, args, results)
     write_report(results, args.out, chart=not args.no_chart)
 
 

@@ -128,7 +128,7 @@ def check_worker(engine, mode: str) -> None:
 
 
 def serve(job: dict) -> None:
-    """Start the engine, say READY, then measure (prompts, concurrency) for every line on stdin."""
+    """Start the engine, say READY, then measure (prompts, concurrency, warm-up) for every line on stdin."""
     import sglang
     from transformers import AutoTokenizer
 
@@ -147,41 +147,38 @@ def serve(job: dict) -> None:
     pool = engine.get_server_info()["max_total_num_tokens"]
     # Pools have whole pages.
     if pool < 0.99 * max_total_tokens:
-        raise RuntimeError(f"memory for {pool} of {max_total_tokens} tokens; let fewer engines live --together")
+        raise RuntimeError(f"memory for {pool} of {max_total_tokens} tokens; let fewer engines live --together.")
     print("READY", flush=True)
     for line in sys.stdin:
-        index, concurrency = json.loads(line)
-        if workload.measure == "decode":
+        index, concurrency, is_warm_up = json.loads(line)
+        prompts = sets[index]
+        if is_warm_up:
+            generate_batch(engine, prompts, concurrency, _SHORT_TOKENS)
+            result = {}
+        elif workload.measure == "decode":
             new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
-            result = measure_decode(engine, sets[index], concurrency, new_tokens)
+            result = measure_decode(engine, prompts, concurrency, new_tokens)
         else:
-            count = workload.requests or 4 * concurrency
-            ignore_eos = workload.prompts[index].dataset is None
-            asked = [sets[index][i % len(sets[index])] for i in range(count)]
-            answers = engine.loop.run_until_complete(
-                ask(engine, asked, concurrency, {"max_new_tokens": workload.new_tokens, "ignore_eos": ignore_eos})
-            )
-            result = summarize_answers(answers)
-            if any(prompt.answer for prompt in asked):
-                texts = [tokenizer.decode(answer.output_ids) for answer in answers]
-                result["accuracy"] = accuracy(asked, texts)
+            asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
+            result = measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
         print("RESULT " + json.dumps(result), flush=True)
     engine.shutdown()
 
 
+def generate_batch(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> tuple[float, list[int]]:
+    """Seconds until all answers are complete, and the cycles of each."""
+    input_ids = [prompts[i % len(prompts)].input_ids for i in range(batch)]
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    start = time.perf_counter()
+    outputs = engine.generate(input_ids=input_ids, sampling_params=sampling)
+    seconds = time.perf_counter() - start
+    return seconds, [output["meta_info"].get("spec_verify_ct") or new_tokens for output in outputs]
+
+
 def measure_decode(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> dict:
     """Steady decoding: what a long answer costs more than a short one, so that prefill and the ends cancel."""
-    input_ids = [prompts[i % len(prompts)].input_ids for i in range(batch)]
-
-    def run(tokens: int) -> tuple[float, list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        start = time.perf_counter()
-        outputs = engine.generate(input_ids=input_ids, sampling_params=sampling)
-        seconds = time.perf_counter() - start
-        return seconds, [output["meta_info"].get("spec_verify_ct") or tokens for output in outputs]
-
-    short_seconds, short_cycles = run(_SHORT_TOKENS)
-    seconds, cycles = run(_SHORT_TOKENS + new_tokens)
+    short_seconds, short_cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS)
+    seconds, cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS + new_tokens)
     seconds -= short_seconds
     return {
         "tokens_per_s": batch * new_tokens / seconds,
@@ -213,6 +210,16 @@ class Answer:
         return len(self.output_ids) - 1
 
 
+def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, new_tokens: int) -> dict:
+    """Clients in a closed loop. Without a tokenizer the weights are dummies, and ends of answers mean nothing."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": tokenizer is None}
+    answers = engine.loop.run_until_complete(ask(engine, prompts, concurrency, sampling))
+    result = summarize_answers(answers)
+    if any(prompt.answer for prompt in prompts):
+        result["accuracy"] = accuracy(prompts, [tokenizer.decode(answer.output_ids) for answer in answers])
+    return result
+
+
 async def ask(engine, prompts: list[Prompt], concurrency: int, sampling: dict) -> list[Answer]:
     """All prompts, in order, by `concurrency` clients that each wait for an answer before they ask again."""
     answers: list[Answer | None] = [None] * len(prompts)
@@ -221,9 +228,7 @@ async def ask(engine, prompts: list[Prompt], concurrency: int, sampling: dict) -
     async def client() -> None:
         for index, prompt in waiting:
             sent, times = time.perf_counter(), []
-            stream = await engine.async_generate(
-                input_ids=prompt.input_ids, sampling_params={"temperature": 0} | sampling, stream=True
-            )
+            stream = await engine.async_generate(input_ids=prompt.input_ids, sampling_params=sampling, stream=True)
             async for chunk in stream:
                 times.append(time.perf_counter())
                 output_ids, meta_info = chunk["output_ids"], chunk["meta_info"]
@@ -289,9 +294,9 @@ class EngineProcess:
     def wait_until_ready(self) -> None:
         self._wait_for("READY")
 
-    def measure(self, prompts: int, concurrency: int) -> dict:
-        """The results of one measurement; `prompts` is an index into the workload's."""
-        print(json.dumps([prompts, concurrency]), file=self._process.stdin, flush=True)
+    def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
+        """What was measured, nothing in a warm-up; `prompts` is an index into the workload's."""
+        print(json.dumps([prompts, concurrency, is_warm_up]), file=self._process.stdin, flush=True)
         return json.loads(self._wait_for("RESULT "))
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 TINY_PAIR = REPO / "sglang_dflash" / "tiny_pair"
+_TINY = {"tiny": TINY_PAIR / "target", "tiny-dflash": TINY_PAIR / "drafter"}
 
 _QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -78,24 +79,24 @@ class Pair:
     """A target and a drafter.
 
     Attributes:
-        target, drafter: names of `SHAPES`, folders, or repositories of the Hub.
+        target, drafter: names of `SHAPES` or of the tiny pair, folders, or repositories of the Hub.
         is_dummy: random weights in the shape of real ones; there is no text, and acceptance is simulated.
         accept_length: what is simulated where nothing else is asked for; None: the drafter's own.
-        together: how many engines of this pair one 80 GB GPU, or one small machine, holds at a time.
+        share: of an 80 GB GPU, or of a machine without one, that an engine takes; with DFLASH and without.
     """
 
     target: str
     drafter: str
     is_dummy: bool = False
     accept_length: float | None = None
-    together: int = 2
+    share: tuple[float, float] = (0.4, 0.33)
 
 
 PAIRS = {
-    "tiny": Pair(str(TINY_PAIR / "target"), str(TINY_PAIR / "drafter"), together=3),
+    "tiny": Pair("tiny", "tiny-dflash", share=(0.33, 0.33)),
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
-    "small": Pair("small", "small-dflash", is_dummy=True, accept_length=4, together=9),
+    "small": Pair("small", "small-dflash", is_dummy=True, accept_length=4, share=(0.02, 0.02)),
 }
 
 
@@ -115,6 +116,8 @@ def find_pair(name: str) -> Pair:
 
 def checkpoint(model: str, folder: Path) -> str:
     """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights."""
+    if model in _TINY:
+        return str(_TINY[model])
     if model not in SHAPES:
         return model
     path = folder / model

@@ -5,7 +5,7 @@ import json
 import bench_sweep
 import pytest
 from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
-from bench.pairs import PAIRS, Pair, find_pair
+from bench.pairs import Pair, find_pair
 from bench.prompts import Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, draw, markdown, table
 
@@ -84,41 +84,39 @@ def test_random_prompts_are_the_same_in_every_engine():
 
 # --- plan -----------------------------------------------------------------------------------------------------------
 
-ALL = ["none", "in-tree", "ours"]
 
-
-def modes_of(groups) -> list[list[str]]:
-    return [[f"{c.mode} {c.backend}" for c in group] for group in groups]
+def plan(*flags: str) -> list[list[str]]:
+    groups = bench_sweep.plan(bench_sweep.parse(["--no-chart", "--device", "cuda", "--measure", "decode", *flags]))
+    return [[f"{c.configuration.target} {c.configuration}" for c in group] for group in groups]
 
 
 def test_compared_engines_live_together():
-    pair = PAIRS["qwen3-8b"]
+    two_backends = ("--pairs", "qwen3-8b", "--backends", "fa3", "triton")
 
-    assert modes_of(bench_sweep.make_groups([pair], ALL, ["fa3", "triton"], [1], [None], together=2)) == [
-        ["in-tree fa3", "ours fa3"],
-        ["in-tree triton", "ours triton"],
-        ["none fa3", "none triton"],
+    assert plan(*two_backends) == [
+        ["qwen3-8b in-tree, fa3, tp 1", "qwen3-8b ours, fa3, tp 1"],
+        ["qwen3-8b none, fa3, tp 1", "qwen3-8b none, triton, tp 1"],
+        ["qwen3-8b in-tree, triton, tp 1", "qwen3-8b ours, triton, tp 1"],
     ]
-    assert modes_of(bench_sweep.make_groups([pair], ALL, ["fa3", "triton"], [1], [None], together=3)) == [
-        ["in-tree fa3", "ours fa3", "none fa3"],
-        ["in-tree triton", "ours triton", "none triton"],
+    assert plan(*two_backends, "--together", "3") == [
+        ["qwen3-8b in-tree, fa3, tp 1", "qwen3-8b ours, fa3, tp 1", "qwen3-8b none, fa3, tp 1"],
+        ["qwen3-8b in-tree, triton, tp 1", "qwen3-8b ours, triton, tp 1", "qwen3-8b none, triton, tp 1"],
     ]
-    assert modes_of(bench_sweep.make_groups([pair], ALL, ["fa3"], [1], [None], together=1)) == [
-        ["in-tree fa3"],
-        ["ours fa3"],
-        ["none fa3"],
-    ]
+    assert [len(group) for group in plan(*two_backends, "--together", "1")] == [1] * 6
+
+
+def test_small_engines_live_beside_large_ones():
+    groups = plan("--pairs", "qwen3-8b", "small", "--backends", "fa3", "flashinfer", "triton")
+
+    assert [len(group) for group in groups] == [11, 3, 2, 2]
 
 
 def test_no_speculation_is_measured_once_for_all_drafters_and_blocks():
-    pairs = [PAIRS["qwen3-8b"], PAIRS["qwen3-8b-swa"]]
+    groups = plan("--pairs", "qwen3-8b", "qwen3-8b-swa", "--tp", "1", "2", "--block-sizes", "16", "8")
 
-    groups = bench_sweep.make_groups(pairs, ALL, ["fa3"], [1, 2], [None, 8], together=99)
-
-    configurations = [configuration for group in groups for configuration in group]
-    assert len(set(configurations)) == len(configurations)
-    assert sum(c.mode == "none" for c in configurations) == 2
-    assert sum(c.mode == "ours" for c in configurations) == 8
+    engines = [engine for group in groups for engine in group]
+    assert sum("none" in engine for engine in engines) == 2
+    assert sum("ours" in engine for engine in engines) == sum("in-tree" in engine for engine in engines) == 8
 
 
 def test_pairs():
@@ -236,11 +234,11 @@ class FakeEngines:
             def wait_until_ready(self) -> None:
                 pass
 
-            def measure(self, prompts: int, concurrency: int) -> dict:
+            def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
                 engines.log.append(f"{self.configuration.mode} {concurrency}")
                 if len(engines.log) == engines.fail_at:
                     raise KeyboardInterrupt
-                return {"tokens_per_s": float(concurrency)}
+                return {} if is_warm_up else {"tokens_per_s": float(concurrency)}
 
             def stop(self) -> None:
                 pass
