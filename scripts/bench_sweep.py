@@ -183,28 +183,37 @@ def key_of(candidate: Candidate, prompts: Prompts, concurrency: int) -> dict:
 def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
     """Start the engines of one group, let them take turns, and stop them."""
     engines: list[tuple[Candidate, EngineProcess]] = []
-    for candidates, *_ in rounds:
-        new = [candidate for candidate in candidates if all(candidate != other for other, _ in engines)]
-        engines += [(candidate, start(candidate, args)) for candidate in new]
-    progress.set_postfix_str(f"starting {len(engines)} engines")
-    for _, engine in engines:
-        engine.wait_until_ready()
-    for candidates, prompts, concurrency in rounds:
-        turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
-        index = candidates[0].workload.prompts.index(prompts)
-        for _, engine in turn:
-            engine.measure(index, concurrency, is_warm_up=True)
-        runs = []
-        for repeat in range(args.repeats):
-            for candidate, engine in turn:
-                measured = engine.measure(index, concurrency)
-                runs.append(key_of(candidate, prompts, concurrency) | {"repeat": repeat} | measured)
-                rate = f"{measured['tokens_per_s']:.0f} tokens/s"
-                progress.set_postfix_str(f"{candidate.configuration}, {prompts}, concurrency {concurrency}: {rate}")
-                progress.update()
-        results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
-    for _, engine in engines:
-        engine.stop()
+    try:
+        for candidates, *_ in rounds:
+            new = [candidate for candidate in candidates if all(candidate != other for other, _ in engines)]
+            engines += [(candidate, start(candidate, args)) for candidate in new]
+        progress.set_postfix_str(f"starting {len(engines)} engines")
+        for _, engine in engines:
+            engine.wait_until_ready()
+        for candidates, prompts, concurrency in rounds:
+            turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
+            runs = take_turns(turn, prompts, concurrency, args.repeats, progress)
+            results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
+    finally:
+        for _, engine in engines:
+            engine.stop()
+
+
+def take_turns(
+    turn: list[tuple[Candidate, EngineProcess]], prompts: Prompts, concurrency: int, repeats: int, progress: tqdm
+) -> list[dict]:
+    index = turn[0][0].workload.prompts.index(prompts)
+    for _, engine in turn:
+        engine.measure(index, concurrency, is_warm_up=True)
+    runs = []
+    for repeat in range(repeats):
+        for candidate, engine in turn:
+            measured = engine.measure(index, concurrency)
+            runs.append(key_of(candidate, prompts, concurrency) | {"repeat": repeat} | measured)
+            rate = f"{measured['tokens_per_s']:.0f} tokens/s"
+            progress.set_postfix_str(f"{candidate.configuration}, {prompts}, concurrency {concurrency}: {rate}")
+            progress.update()
+    return runs
 
 
 def start(candidate: Candidate, args: argparse.Namespace) -> EngineProcess:

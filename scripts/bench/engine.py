@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -162,6 +163,7 @@ def serve(job: dict) -> None:
             asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
             result = measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
         print("RESULT " + json.dumps(result), flush=True)
+    # The sweep was killed.
     engine.shutdown()
 
 
@@ -282,6 +284,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            start_new_session=True,
         )
 
     def _wait_for(self, word: str) -> str:
@@ -300,9 +303,9 @@ class EngineProcess:
         return json.loads(self._wait_for("RESULT "))
 
     def stop(self) -> None:
-        """The engine shuts down at the end of its input."""
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        """End the engine and every process that it started, in whatever state."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 if __name__ == "__main__":

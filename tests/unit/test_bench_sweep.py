@@ -5,9 +5,10 @@ import json
 import bench_sweep
 import pytest
 from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
-from bench.pairs import Pair, find_pair
-from bench.prompts import Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
+from bench.pairs import TINY_PAIR, Pair, find_pair
+from bench.prompts import Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset, tokenize
 from bench.results import Results, Spread, draw, markdown, table
+from transformers import AutoTokenizer
 
 SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "repeats": 3}
 
@@ -80,6 +81,15 @@ def test_random_prompts_are_the_same_in_every_engine():
 
     assert first == second
     assert [len(prompt.input_ids) for prompt in first] == [9, 9, 9]
+
+
+def test_a_chat_template_is_applied():
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PAIR / "target")
+    assert tokenize(tokenizer, "def f():", {}) == tokenizer("def f():")["input_ids"]
+
+    tokenizer.chat_template = "{% for m in messages %}# {{ m.content }}{% endfor %}{{ end }}"
+
+    assert tokenize(tokenizer, "def f():", {"end": "!"}) == tokenizer("# def f():!")["input_ids"]
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------
