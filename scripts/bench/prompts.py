@@ -110,8 +110,15 @@ def build_prompts(
     if prompts.dataset is None:
         rng = random.Random(0)
         return [Prompt([rng.randrange(100, 4000) for _ in range(prompts.tokens)]) for _ in range(count)]
+    # The tiny pair goes on where a module was cut off; its chat template is there for chat clients to have one.
+    is_chat = tokenizer.chat_template is not None and prompts.dataset != TINY_PROMPTS
     questions = [
-        Prompt(tokenize(tokenizer, question.text, chat_arguments), question.answer)
+        Prompt(
+            tokenize_chat(tokenizer, question.text, chat_arguments)
+            if is_chat
+            else tokenizer(question.text)["input_ids"],
+            question.answer,
+        )
         for question in read_dataset(prompts.dataset)
     ]
     if prompts.tokens is None:
@@ -119,9 +126,7 @@ def build_prompts(
     return [Prompt(ids) for ids in cut([question.input_ids for question in questions], prompts.tokens, count)]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, chat_arguments: dict) -> list[int]:
-    if tokenizer.chat_template is None:
-        return tokenizer(text)["input_ids"]
+def tokenize_chat(tokenizer: PreTrainedTokenizerBase, text: str, chat_arguments: dict) -> list[int]:
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False, **chat_arguments
     )

@@ -6,9 +6,11 @@ import bench_sweep
 import pytest
 from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
 from bench.pairs import TINY_PAIR, Pair, find_pair
-from bench.prompts import Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset, tokenize
+from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, draw, markdown, table
 from transformers import AutoTokenizer
+
+from sglang_dflash.tiny_pair import load_prompts
 
 SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "repeats": 3}
 
@@ -83,13 +85,16 @@ def test_random_prompts_are_the_same_in_every_engine():
     assert [len(prompt.input_ids) for prompt in first] == [9, 9, 9]
 
 
-def test_a_chat_template_is_applied():
+def test_questions_are_asked_in_a_chat(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY_PAIR / "target")
-    assert tokenize(tokenizer, "def f():", {}) == tokenizer("def f():")["input_ids"]
-
     tokenizer.chat_template = "{% for m in messages %}# {{ m.content }}{% endfor %}{{ end }}"
+    dataset = write(tmp_path / "data.jsonl", {"prompt": "def f():"})
 
-    assert tokenize(tokenizer, "def f():", {"end": "!"}) == tokenizer("# def f():!")["input_ids"]
+    (asked,) = build_prompts(Prompts(dataset, None), tokenizer, 1, {"end": "!"})
+    tiny = build_prompts(Prompts(TINY_PROMPTS, None), tokenizer, 1, {})
+
+    assert asked.input_ids == tokenizer("# def f():!")["input_ids"]
+    assert [tokenizer.decode(prompt.input_ids) for prompt in tiny] == load_prompts()
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------
