@@ -2,12 +2,12 @@
 
 On a CPU, the tiny pair that this package ships:
 
-    python3 scripts/bench_sweep.py --concurrency 1 4 16 --out scripts/results/tiny_cpu
+    python3 scripts/bench_sweep.py --concurrency 1 4 16 64 --requests 64 --new-tokens 64 --out work/tiny_pair_cpu
 
 On a GPU, decoding alone, with dummy weights in the shape of real models and simulated acceptance:
 
     python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
-        --backends fa3 flashinfer triton --new-tokens 384 --out scripts/results/decode
+        --backends fa3 flashinfer triton --new-tokens 384 --out work/decode
 
 With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
 
