@@ -59,6 +59,10 @@ class Candidate:
     share: float
 
 
+# Who takes turns, with which prompts, at which concurrency.
+Round = tuple[list[Candidate], Prompts, int]
+
+
 def plan(args: argparse.Namespace) -> list[list[Candidate]]:
     """Groups of engines that live side by side.
 
@@ -155,11 +159,8 @@ def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Result
                 measure_rounds(rounds, args, results, progress)
 
 
-Round = tuple[list[Candidate], Prompts, int]
-
-
 def rounds_of(group: list[Candidate], results: Results) -> list[Round]:
-    """Who takes turns with which prompts at which concurrency, as far as one of them has not been measured."""
+    """What has not been measured of all who take turns."""
     by_workload: list[list[Candidate]] = []
     for candidate in group:
         same = next((others for others in by_workload if others[0].workload == candidate.workload), None)
@@ -272,9 +273,9 @@ def hardware(device: str) -> str:
 def write_report(results: Results, out: Path, chart: bool) -> None:
     """OUT.md, and OUT.png where a chart is wanted."""
     if chart:
-        draw(results, out.with_suffix(".png"))
-    text = markdown(results, out.stem.replace("_", " "), f"{out.stem}.png" if chart else None)
-    out.with_suffix(".md").write_text(text)
+        draw(results, Path(f"{out}.png"))
+    text = markdown(results, out.name.replace("_", " "), f"{out.name}.png" if chart else None)
+    Path(f"{out}.md").write_text(text)
     print(text)
 
 
@@ -315,14 +316,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     try:
         args = parse(sys.argv[1:])
-        data = args.out.with_suffix(".json")
+        data = Path(f"{args.out}.json")
         if args.report:
             results = Results.load(data)
         else:
             groups = plan(args)
             args.out.parent.mkdir(parents=True, exist_ok=True)
             results = Results(data, describe_setup(args))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"bench_sweep.py: {error}")
     if not args.report:
         run(groups, args, results)
