@@ -71,7 +71,7 @@ install_beside_sglang() {
     if "$PYTHON" - "$REPO" 2>/dev/null <<'PY'
 import importlib.metadata, json, sys
 direct = json.loads(importlib.metadata.distribution("sglang-dflash").read_text("direct_url.json"))
-import pytest, pytest_timeout, ruff  # noqa: F401
+import matplotlib, pytest, pytest_timeout, ruff  # noqa: F401
 sys.exit(direct["url"] != "file://" + sys.argv[1])
 PY
     then
@@ -80,7 +80,7 @@ PY
     say "installing sglang-dflash beside SGLang $SGLANG_VERSION in $PYTHON"
     "$PYTHON" -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -e "$REPO"
     "$PYTHON" -m pip --disable-pip-version-check -qq install \
-        pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
+        matplotlib pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
 }
 
 if PYTHON="$(find_gpu_python)"; then

@@ -3,7 +3,7 @@
     python3 scripts/profile_cycle.py --pair qwen3-8b --backends fa3 --batch 1 32 --out scripts/results/profile.md
 
 Traces a few steady cycles with PyTorch's profiler inside the real engine. Profiling itself costs time, so compare
-shares and counts here, and total times in bench_decode.py.
+shares and counts here, and total times in bench_sweep.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_decode import PAIRS, check_worker, engine_arguments, mode_environment, save
+from bench.engine import Configuration, check_worker, engine_arguments, environment
+from bench.pairs import PAIRS, checkpoint
 
 # The kernel that lays out the next block, ours and in-tree: launched once a cycle.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
@@ -33,7 +34,11 @@ def trace_engine(args: argparse.Namespace) -> None:
     """Run one configuration in this process and print one JSON line for every batch size."""
     import sglang
 
-    engine = sglang.Engine(**engine_arguments(args), mem_fraction_static=0.75)
+    pair = PAIRS[args.pair]
+    paths = {model: checkpoint(model, args.models) for model in (pair.target, pair.drafter)}
+    configuration = Configuration(args.mode, pair.target, pair.drafter, args.backend)
+    arguments = engine_arguments(configuration, paths, args.batch, "cuda", pair.is_dummy)
+    engine = sglang.Engine(**arguments, mem_fraction_static=0.75)
     check_worker(engine, args.mode)
     rng = random.Random(0)
     for batch in args.batch:
@@ -115,7 +120,7 @@ def report(results: list[dict], top: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", choices=PAIRS, default="qwen3-8b")
+    parser.add_argument("--pair", choices=[name for name, pair in PAIRS.items() if pair.is_dummy], default="qwen3-8b")
     parser.add_argument("--backends", nargs="+", default=["fa3"])
     parser.add_argument("--modes", nargs="+", choices=["in-tree", "ours"], default=["in-tree", "ours"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
@@ -136,13 +141,17 @@ def main() -> None:
         for mode in args.modes:
             command = [sys.executable, __file__, "--trace", "--mode", mode, "--backend", backend, "--pair", args.pair]
             command += ["--batch", *map(str, args.batch), "--models", str(args.models), "--cycles", str(args.cycles)]
-            env = mode_environment(mode, args.accept_length)
+            env = environment(mode, accept_length=args.accept_length)
             run = subprocess.run(command, env=env, capture_output=True, text=True)
             if run.returncode:
                 raise RuntimeError(f"{mode} on {backend} failed:\n{run.stderr[-6000:]}")
             lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
             results += [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    save(report(results, args.top), results, args.out)
+    text = report(results, args.top)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+        args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

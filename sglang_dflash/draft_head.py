@@ -1,4 +1,4 @@
-"""Draft tokens: the target's lm_head over the drafter's rows, and its argmax."""
+"""Draft tokens: the target's lm_head over the drafter's rows, and its argmax over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -6,22 +6,41 @@ import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+# Integers of a float's width: its bits, read as one, order like the float where it is not negative.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_TOKEN_BITS = 32
+_TOKEN_MASK = 2**_TOKEN_BITS - 1
+
 
 class DraftHead:
     """Greedy proposal of a whole block.
 
-    Each tensor-parallel rank reduces its own shard of the vocabulary; only the best (logit, token) of every row
-    crosses ranks. Ties resolve to the lowest token id, as a full argmax would.
+    Each tensor-parallel rank reduces its own shard of the vocabulary, and ranks exchange one int64 per row: the best
+    logit above, the token below (`pack`), so that the largest one is the answer. It is one all-gather and a maximum,
+    because that is what `GroupCoordinator` has for int64 on NCCL, inside CUDA graphs too, and on gloo; its all-reduce
+    only sums.
+
+    All ranks hold the same keys afterwards, and so the same block, whatever each of them computed: a rank whose logits
+    are off by a rounding error changes what is drafted, never on one rank only. Ties resolve to the lowest token id on
+    any number of ranks, as in an argmax over the full vocabulary, so tp 1 and tp 2 draft the same from equal logits.
+
+    Args:
+        lm_head: the target's. Its shard has a part of the original vocabulary, padding, a part of the vocabulary that
+            was added to it, and padding; a part may be empty.
+        tp_group: the ranks among which `lm_head` is sharded.
     """
 
     def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator) -> None:
         self._lm_head = lm_head
         self._tp_group = tp_group
         shard = lm_head.shard_indices
-        if shard.num_added_elements:
-            raise ValueError(f"DFLASH cannot draft with an lm_head that has {shard.num_added_elements} added tokens.")
-        self._num_tokens = shard.num_org_elements
-        self._first_token = shard.org_vocab_start_index
+        parts = (
+            (0, shard.num_org_elements, shard.org_vocab_start_index),
+            (shard.num_org_elements_padded, shard.num_added_elements, shard.added_vocab_start_index),
+        )
+        # (first column, columns, token id of the first column)
+        self._parts = [part for part in parts if part[1]]
+        self._is_whole = tp_group.world_size == 1 and len(self._parts) == 1
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fill in the block.
@@ -36,15 +55,49 @@ class DraftHead:
         bs, block_size = block_ids.shape
         # Row 0 predicts the bonus token, which is already known.
         rows = hidden_states.view(bs, block_size, -1)[:, 1:].reshape(bs * (block_size - 1), -1)
-        logits = self._lm_head.quant_method.apply(self._lm_head, rows)[:, : self._num_tokens]
-        tokens = self._argmax(logits).view(bs, block_size - 1)
+        tokens = self.argmax(self._lm_head.quant_method.apply(self._lm_head, rows)).view(bs, block_size - 1)
         return torch.cat((block_ids[:, :1], tokens), dim=1)
 
-    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._tp_group.world_size == 1:
-            return logits.argmax(dim=-1)
-        best, token = logits.max(dim=-1)
-        best = self._tp_group.all_gather(best[None], dim=0)
-        token = self._tp_group.all_gather(token[None] + self._first_token, dim=0)
-        # Ranks hold ascending parts of the vocabulary, and argmax takes the first of equals.
-        return token.gather(0, best.argmax(dim=0, keepdim=True))[0]
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Token with the largest logit among all ranks, the lowest id of equals.
+
+        Args:
+            logits: [rows, columns of the shard] float32, bfloat16 or float16, without NaN.
+
+        Returns:
+            [rows] int64, the same on every rank.
+        """
+        if self._is_whole:
+            first_column, columns, _ = self._parts[0]
+            return logits[:, first_column : first_column + columns].argmax(dim=-1)
+        keys = [
+            pack(*logits[:, first_column : first_column + columns].max(dim=-1), first_token)
+            for first_column, columns, first_token in self._parts
+        ]
+        if not keys:
+            # A small vocabulary does not reach the last ranks.
+            keys = [torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)]
+        best = torch.stack(keys).amax(dim=0, keepdim=True)
+        return unpack(self._tp_group.all_gather(best, dim=0).amax(dim=0))
+
+
+def pack(logits: torch.Tensor, columns: torch.Tensor, first_token: int) -> torch.Tensor:
+    """Keys that order by logit, and by descending token id among equal logits.
+
+    Args:
+        logits: [rows] float32, bfloat16 or float16, without NaN.
+        columns: [rows] int64, so that the token id is `first_token + columns`, below 2**31.
+
+    Returns:
+        [rows] int64.
+    """
+    bits = logits.view(_BITS[logits.dtype])
+    lowest = torch.iinfo(bits.dtype).min
+    # Negative floats order backwards, from the bits of -0.0, the lowest integer; this puts -0.0 where 0.0 is.
+    ordered = torch.where(bits < 0, lowest - bits, bits)
+    return torch.add(-first_token - columns, ordered, alpha=2**_TOKEN_BITS)
+
+
+def unpack(keys: torch.Tensor) -> torch.Tensor:
+    """Token ids of keys made by `pack`: [rows] int64 in and out."""
+    return -keys & _TOKEN_MASK

@@ -234,8 +234,9 @@ class Server:
     def internal_state(self) -> dict:
         return self.get("/server_info")["internal_states"][0]
 
-    def load(self) -> dict:
-        return self.get("/v1/loads")["loads"][0]
+    def loads(self) -> list[dict]:
+        """Of every replica."""
+        return self.get("/v1/loads")["loads"]
 
     def flush_cache(self) -> None:
         """Empty the radix cache once every request has ended; fails if one goes on for 30 s."""
@@ -245,8 +246,8 @@ class Server:
         """Until `/v1/loads`, which SGLang refreshes now and then, shows no request and no KV slot in use."""
         counters = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
         deadline = time.monotonic() + 15
-        while any(load := [self.load()[counter] for counter in counters]):
-            assert time.monotonic() < deadline, f"{dict(zip(counters, load))} in an idle server"
+        while any(used := [load[counter] for load in self.loads() for counter in counters]):
+            assert time.monotonic() < deadline, f"{counters}: {used} in an idle server"
             time.sleep(0.1)
 
 
@@ -309,8 +310,9 @@ class ServerKeeper:
     def servers(self) -> list[Server]:
         return list(self._servers.values())
 
-    def pair(self, settings: Settings) -> Pair:
-        return Pair(*self._get([(settings, True), (settings, False)]))
+    def pair(self, settings: Settings, plain: Settings | None = None) -> Pair:
+        """Servers of the same settings; the one without speculation has its own where `plain` is given."""
+        return Pair(*self._get([(settings, True), (plain or settings, False)]))
 
     def server(self, settings: Settings, dflash: bool) -> Server:
         return self._get([(settings, dflash)])[0]

@@ -1,0 +1,312 @@
+"""One configuration: an `sglang.Engine` in a process of its own, which measures when it is told to.
+
+The Engine, not the HTTP server: it starts faster, several of them share a GPU, and what speaks HTTP is the same in all
+modes. Token ids go in and out, so tokenizers take no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.prompts import Prompt, Prompts, build_prompts, final_number
+
+MODES = ("none", "in-tree", "ours")
+
+# Length of the short answer that a long one is compared with.
+_SHORT_TOKENS = 64
+# Room for the blocks in flight, per request.
+_SPARE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one engine is started with; `drafter` and `block_size` are None without speculation, and `block_size` where
+    it is the drafter's own."""
+
+    mode: str
+    target: str
+    drafter: str | None
+    backend: str
+    tp: int = 1
+    block_size: int | None = None
+
+    def __str__(self) -> str:
+        block = "" if self.block_size is None else f", block {self.block_size}"
+        return f"{self.mode}, {self.backend}, tp {self.tp}{block}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How engines are loaded and measured.
+
+    Attributes:
+        measure: "requests", closed-loop clients, or "decode", a batch that decodes in step.
+        prompts: every set of prompts that is measured.
+        concurrency: every number of clients, or of requests in the batch.
+        new_tokens: of every answer; those to a dataset may end earlier.
+        plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
+        requests: "requests": answers per measurement; None: 4 per client.
+        accept_length: simulated; None: the drafter's own.
+        chat_arguments: for the chat template of the target's tokenizer.
+    """
+
+    measure: str
+    prompts: list[Prompts]
+    concurrency: list[int]
+    new_tokens: int
+    plain_tokens: int
+    requests: int | None
+    accept_length: float | None
+    chat_arguments: dict
+
+
+def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: float | None = None) -> dict[str, str]:
+    """Environment of a process that serves `mode`: in-tree keeps every plugin out."""
+    env = dict(os.environ)
+    scripts = str(Path(__file__).resolve().parents[1])
+    env["PYTHONPATH"] = f"{scripts}{os.pathsep}{env['PYTHONPATH']}" if "PYTHONPATH" in env else scripts
+    # Only what was asked for here is simulated.
+    env.pop("SGLANG_SIMULATE_ACC_LEN", None)
+    if mode != "none" and accept_length is not None:
+        env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
+    if mode == "in-tree":
+        env["SGLANG_PLUGINS"] = "none"
+    if device == "cpu":
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        if tp > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+    return env
+
+
+def engine_arguments(
+    configuration: Configuration, paths: dict[str, str], batch: list[int], device: str, is_dummy: bool
+) -> dict:
+    """Arguments of `sglang.Engine`; `paths` has the checkpoints by name, `batch` the sizes to capture graphs for."""
+    arguments = {
+        "model_path": paths[configuration.target],
+        "load_format": "dummy" if is_dummy else "auto",
+        "skip_tokenizer_init": True,
+        "device": device,
+        "dtype": "float32" if device == "cpu" else "bfloat16",
+        "attention_backend": configuration.backend,
+        "tp_size": configuration.tp,
+        "disable_radix_cache": True,
+        "max_running_requests": max(64, *batch),
+        "cuda_graph_bs_decode": batch,
+        "disable_prefill_cuda_graph": True,
+        # An engine that waits for its turn must not keep a core busy.
+        "sleep_on_idle": True,
+        "random_seed": 1,
+        "log_level": "warning",
+    }
+    if configuration.mode != "none":
+        arguments["speculative_algorithm"] = "DFLASH"
+        arguments["speculative_draft_model_path"] = paths[configuration.drafter]
+        if configuration.block_size is not None:
+            arguments["speculative_dflash_block_size"] = configuration.block_size
+    return arguments
+
+
+def check_worker(engine, mode: str) -> None:
+    """Only ours describes itself in `/server_info`."""
+    served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+    if (served_by is not None) != (mode == "ours"):
+        raise RuntimeError(f"{mode} is served by {served_by}")
+
+
+# --- in the engine's process ----------------------------------------------------------------------------------------
+
+
+def serve(job: dict) -> None:
+    """Start the engine, say READY, then measure (prompts, concurrency, warm-up) for every line on stdin."""
+    import sglang
+    from transformers import AutoTokenizer
+
+    configuration = Configuration(**job["configuration"])
+    workload = Workload(**job["workload"] | {"prompts": [Prompts(**prompts) for prompts in job["workload"]["prompts"]]})
+    target = job["paths"][configuration.target]
+    tokenizer = None if job["is_dummy"] else AutoTokenizer.from_pretrained(target)
+    most = max(workload.concurrency)
+    sets = [build_prompts(prompts, tokenizer, most, workload.chat_arguments) for prompts in workload.prompts]
+    longest = max(len(prompt.input_ids) for prompts in sets for prompt in prompts)
+    # Engines that are compared live on the GPU side by side, so each takes only the KV it needs.
+    max_total_tokens = most * (longest + _SHORT_TOKENS + workload.new_tokens + _SPARE_TOKENS)
+    arguments = engine_arguments(configuration, job["paths"], workload.concurrency, job["device"], job["is_dummy"])
+    engine = sglang.Engine(**arguments, mem_fraction_static=0.9, max_total_tokens=max_total_tokens)
+    check_worker(engine, configuration.mode)
+    pool = engine.get_server_info()["max_total_num_tokens"]
+    # Pools have whole pages.
+    if pool < 0.99 * max_total_tokens:
+        raise RuntimeError(f"memory for {pool} of {max_total_tokens} tokens; let fewer engines live --together.")
+    print("READY", flush=True)
+    for line in sys.stdin:
+        index, concurrency, is_warm_up = json.loads(line)
+        prompts = sets[index]
+        if is_warm_up:
+            generate_batch(engine, prompts, concurrency, _SHORT_TOKENS)
+            result = {}
+        elif workload.measure == "decode":
+            new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
+            result = measure_decode(engine, prompts, concurrency, new_tokens)
+        else:
+            asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
+            result = measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
+        print("RESULT " + json.dumps(result), flush=True)
+    # The sweep was killed.
+    engine.shutdown()
+
+
+def generate_batch(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> tuple[float, list[int]]:
+    """Seconds until all answers are complete, and the cycles of each."""
+    input_ids = [prompts[i % len(prompts)].input_ids for i in range(batch)]
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    start = time.perf_counter()
+    outputs = engine.generate(input_ids=input_ids, sampling_params=sampling)
+    seconds = time.perf_counter() - start
+    return seconds, [output["meta_info"].get("spec_verify_ct") or new_tokens for output in outputs]
+
+
+def measure_decode(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> dict:
+    """Steady decoding: what a long answer costs more than a short one, so that prefill and the ends cancel."""
+    short_seconds, short_cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS)
+    seconds, cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS + new_tokens)
+    seconds -= short_seconds
+    return {
+        "tokens_per_s": batch * new_tokens / seconds,
+        "tpot_ms": seconds / new_tokens * 1e3,
+        # The batch steps as long as its slowest request.
+        "cycle_ms": seconds / (max(cycles) - max(short_cycles)) * 1e3,
+        "accept_length": batch * new_tokens / (sum(cycles) - sum(short_cycles)),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered request; times are those of `time.perf_counter`, in seconds.
+
+    Attributes:
+        cycles: decode steps, the prefill not counted.
+        output_ids: the answer.
+    """
+
+    sent: float
+    first: float
+    last: float
+    cycles: int
+    output_ids: list[int]
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after the first one, which the prefill gives."""
+        return len(self.output_ids) - 1
+
+
+def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, new_tokens: int) -> dict:
+    """Clients in a closed loop. Without a tokenizer the weights are dummies, and ends of answers mean nothing."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": tokenizer is None}
+    answers = engine.loop.run_until_complete(ask(engine, prompts, concurrency, sampling))
+    result = summarize_answers(answers)
+    if any(prompt.answer for prompt in prompts):
+        result["accuracy"] = accuracy(prompts, [tokenizer.decode(answer.output_ids) for answer in answers])
+    return result
+
+
+async def ask(engine, prompts: list[Prompt], concurrency: int, sampling: dict) -> list[Answer]:
+    """All prompts, in order, by `concurrency` clients that each wait for an answer before they ask again."""
+    answers: list[Answer | None] = [None] * len(prompts)
+    waiting = iter(enumerate(prompts))
+
+    async def client() -> None:
+        for index, prompt in waiting:
+            sent, times = time.perf_counter(), []
+            stream = await engine.async_generate(input_ids=prompt.input_ids, sampling_params=sampling, stream=True)
+            async for chunk in stream:
+                times.append(time.perf_counter())
+                output_ids, meta_info = chunk["output_ids"], chunk["meta_info"]
+            cycles = meta_info.get("spec_verify_ct") or len(output_ids) - 1
+            answers[index] = Answer(sent, times[0], times[-1], cycles, output_ids)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return answers
+
+
+def summarize_answers(answers: list[Answer]) -> dict:
+    """Throughput over everything, medians over requests; cycles over all of decoding, queueing included."""
+    decoded = [answer for answer in answers if answer.num_decoded > 0]
+    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
+    cycles = sum(answer.cycles for answer in decoded)
+    return {
+        "tokens_per_s": sum(len(answer.output_ids) for answer in answers) / seconds,
+        "ttft_ms": statistics.median(answer.first - answer.sent for answer in answers) * 1e3,
+        "tpot_ms": statistics.median((answer.last - answer.first) / answer.num_decoded for answer in decoded) * 1e3,
+        "cycle_ms": sum(answer.last - answer.first for answer in decoded) / cycles * 1e3,
+        "accept_length": sum(answer.num_decoded for answer in decoded) / cycles,
+    }
+
+
+def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
+    """Part of the prompts with a known answer that were answered with it."""
+    known = [(prompt.answer, final_number(text)) for prompt, text in zip(prompts, texts, strict=True) if prompt.answer]
+    return sum(answer == expected for expected, answer in known) / len(known)
+
+
+# --- in the parent's process ----------------------------------------------------------------------------------------
+
+
+class EngineProcess:
+    """Starts at once; `wait_until_ready` before measuring."""
+
+    def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
+        self.configuration = configuration
+        job = {
+            "configuration": asdict(configuration),
+            "workload": asdict(workload),
+            "paths": paths,
+            "device": device,
+            "is_dummy": is_dummy,
+        }
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.engine", json.dumps(job)],
+            env=environment(configuration.mode, device, configuration.tp, workload.accept_length),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    def _wait_for(self, word: str) -> str:
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word).strip()
+        self._log.seek(0)
+        raise RuntimeError(f"{self.configuration} failed:\n{self._log.read()[-6000:]}")
+
+    def wait_until_ready(self) -> None:
+        self._wait_for("READY")
+
+    def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
+        """What was measured, nothing in a warm-up; `prompts` is an index into the workload's."""
+        print(json.dumps([prompts, concurrency, is_warm_up]), file=self._process.stdin, flush=True)
+        return json.loads(self._wait_for("RESULT "))
+
+    def stop(self) -> None:
+        """End the engine and every process that it started, in whatever state."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

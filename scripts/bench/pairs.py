@@ -1,0 +1,126 @@
+"""The model pairs that benchmarks serve: the shipped tiny one, shapes with dummy weights, and anybody's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+TINY_PAIR = REPO / "sglang_dflash" / "tiny_pair"
+_TINY = {"tiny": TINY_PAIR / "target", "tiny-dflash": TINY_PAIR / "drafter"}
+
+_QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_QWEN3_8B_DFLASH = _QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "layer_types": ["full_attention"] * 5,
+    "max_window_layers": 5,
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+}
+# A pair whose GPU work is negligible: what is left is the overhead of a cycle.
+_SMALL = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_WINDOWED = {
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    "sliding_window": 128,
+    "use_sliding_window": True,
+    "num_hidden_layers": 3,
+    "num_target_layers": 6,
+    "dflash_config": {"mask_token_id": 4095, "target_layer_ids": [1, 2, 3]},
+}
+SHAPES = {
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-8b-dflash": _QWEN3_8B_DFLASH,
+    "qwen3-8b-dflash-swa": _QWEN3_8B_DFLASH
+    | {
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+    },
+    "small": _QWEN3_8B | _SMALL | {"num_hidden_layers": 6},
+    "small-dflash": _QWEN3_8B_DFLASH | _SMALL | _WINDOWED,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter.
+
+    Attributes:
+        target, drafter: names of `SHAPES` or of the tiny pair, folders, or repositories of the Hub.
+        is_dummy: random weights in the shape of real ones; there is no text, and acceptance is simulated.
+        accept_length: what is simulated where nothing else is asked for; None: the drafter's own.
+        share: of an 80 GB GPU, or of a machine without one, that an engine takes; with DFLASH and without.
+    """
+
+    target: str
+    drafter: str
+    is_dummy: bool = False
+    accept_length: float | None = None
+    share: tuple[float, float] = (0.4, 0.33)
+
+
+PAIRS = {
+    "tiny": Pair("tiny", "tiny-dflash", share=(0.33, 0.33)),
+    "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
+    "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
+    "small": Pair("small", "small-dflash", is_dummy=True, accept_length=4, share=(0.02, 0.02)),
+}
+
+
+def find_pair(name: str) -> Pair:
+    """A pair of `PAIRS`, or `TARGET:DRAFTER`.
+
+    Raises:
+        ValueError: neither.
+    """
+    if name in PAIRS:
+        return PAIRS[name]
+    target, colon, drafter = name.partition(":")
+    if not (target and colon and drafter):
+        raise ValueError(f"--pairs {name}: neither one of {', '.join(PAIRS)} nor TARGET:DRAFTER.")
+    return Pair(target, drafter)
+
+
+def checkpoint(model: str, folder: Path) -> str:
+    """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights."""
+    if model in _TINY:
+        return str(_TINY[model])
+    if model not in SHAPES:
+        return model
+    path = folder / model
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[model]))
+    return str(path)

@@ -1,0 +1,215 @@
+"""Measurements of a sweep: kept in a JSON file, so that it can be resumed, and shown as a table and a chart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.engine import MODES
+
+# What identifies a figure; the runs that share it are its repeats.
+KEY = ("mode", "target", "drafter", "backend", "tp", "block_size", "prompts", "concurrency")
+# What a speed-up is taken within: modes are compared where this is the same.
+_PLACE = ("target", "backend", "tp", "prompts", "concurrency")
+METRICS = {
+    "tokens_per_s": ("tokens/s", 1),
+    "ttft_ms": ("TTFT, ms", 1),
+    "tpot_ms": ("TPOT, ms", 2),
+    "cycle_ms": ("ms per cycle", 2),
+    "accept_length": ("accept length", 2),
+    "accuracy": ("accuracy", 3),
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range over repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        values = list(values)
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, digits: int) -> str:
+        low, median, high = (f"{value:.{digits}f}" for value in (self.low, self.median, self.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+
+class Results:
+    """The JSON file of a sweep.
+
+    Attributes:
+        setup: hardware, versions and settings, which are the same for all runs.
+        commands: what measured them, with dates.
+        runs: one dict of `KEY`, "repeat" and `METRICS` each.
+
+    Raises:
+        ValueError: the file is of another set-up, whose figures these cannot stand beside.
+    """
+
+    def __init__(self, path: Path, setup: dict) -> None:
+        self._path = path
+        self.setup = setup
+        self.commands: list[str] = []
+        self.runs: list[dict] = []
+        if path.exists():
+            saved = json.loads(path.read_text())
+            differing = [name for name in setup | saved["setup"] if setup.get(name) != saved["setup"].get(name)]
+            if differing:
+                raise ValueError(
+                    f"{path} was measured with another {', '.join(differing)}; resume it as it was begun, or choose "
+                    "another --out."
+                )
+            self.commands, self.runs = saved["commands"], saved["runs"]
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """What was measured, whatever the set-up."""
+        return cls(path, json.loads(path.read_text())["setup"])
+
+    def has(self, key: dict) -> bool:
+        return any(_part(run, KEY) == _part(key, KEY) for run in self.runs)
+
+    def add_round(self, runs: list[dict], command: str) -> None:
+        """Save all repeats of configurations that took turns; they take the place of earlier ones of theirs."""
+        if command not in self.commands:
+            self.commands.append(command)
+        keys = [_part(run, KEY) for run in runs]
+        self.runs = [run for run in self.runs if _part(run, KEY) not in keys] + runs
+        saved = {"setup": self.setup, "commands": self.commands, "runs": self.runs}
+        # A sweep may be interrupted at any time.
+        new = self._path.with_suffix(".json.new")
+        new.write_text(json.dumps(saved, indent=1) + "\n")
+        os.replace(new, self._path)
+
+    def repeats(self) -> dict[tuple, list[dict]]:
+        """Runs by `KEY`, in the order in which they were measured."""
+        by_key: dict[tuple, list[dict]] = {}
+        for run in self.runs:
+            by_key.setdefault(_part(run, KEY), []).append(run)
+        return by_key
+
+
+def _part(run: dict, names: tuple[str, ...]) -> tuple:
+    return tuple(run[name] for name in names)
+
+
+def speedup(runs: list[dict], base: list[dict]) -> Spread:
+    """Tokens/s of one configuration over another's, turn by turn: what disturbed one turn disturbed both."""
+    pairs = zip(runs, base, strict=True)
+    return Spread.of(run["tokens_per_s"] / other["tokens_per_s"] for run, other in pairs)
+
+
+def table(results: Results) -> list[str]:
+    """A Markdown row for every figure, with speed-ups over no speculation and over the in-tree worker."""
+    figures = results.repeats()
+    metrics = [name for name in METRICS if any(name in run for run in results.runs)]
+    titles = ["drafter", "attention", "tp", "block", "prompts", "concurrency", "served by"]
+    titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for runs in sorted(figures.values(), key=lambda runs: _order(runs[0])):
+        run = runs[0]
+        bases = {
+            mode: base
+            for base in figures.values()
+            for mode in ("none", "in-tree")
+            if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
+        }
+        cells = [_short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["prompts"]]
+        cells += [run["concurrency"], run["mode"]]
+        cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
+        cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return lines
+
+
+def _comparable(run: dict, base: dict) -> bool:
+    """Whether a speed-up of `run` over `base` means anything: only "none" has no drafter to be the same."""
+    names = _PLACE if base["mode"] == "none" else (*_PLACE, "drafter", "block_size")
+    return run["mode"] != "none" and _part(run, names) == _part(base, names)
+
+
+def _order(run: dict) -> tuple:
+    return (
+        *(str(run[name] or "") for name in ("target", "backend")),
+        run["tp"],
+        run["prompts"],
+        run["concurrency"],
+        MODES.index(run["mode"]),
+        str(run["drafter"]),
+        run["block_size"] or 0,
+    )
+
+
+def _short(model: str | None) -> str:
+    return "" if model is None else "/".join(model.rstrip("/").split("/")[-2:])
+
+
+def markdown(results: Results, title: str, chart: str | None) -> str:
+    """The report: what was measured, where, by which command, and every figure."""
+    setup = results.setup
+    lines = [
+        f"# {title}",
+        "",
+        f"{setup['hardware']}; {setup['versions']}.",
+        "",
+        *(f"    {command}" for command in results.commands),
+        "",
+        f"{setup['method']} Figures are medians (min to max) over {setup['repeats']} repeats, in which the engines "
+        "that are compared take turns. Speed-ups are in tokens/s, turn by turn. Which worker served is checked through "
+        "`/server_info`.",
+        "",
+    ]
+    if chart:
+        lines += [f"![tokens/s by concurrency]({chart})", ""]
+    return "\n".join([*lines, *table(results)]) + "\n"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Tokens/s by concurrency: a panel for every target, attention and prompts; bars span the repeats."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels: dict[tuple, dict[tuple, list[list[dict]]]] = {}
+    for runs in results.repeats().values():
+        panel = panels.setdefault(_part(runs[0], ("target", "backend", "tp", "prompts")), {})
+        panel.setdefault(_part(runs[0], ("mode", "drafter", "block_size")), []).append(runs)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, ((target, backend, tp, prompts), lines) in zip(axes.flat, panels.items(), strict=False):
+        for mode, drafter, block_size in sorted(lines, key=lambda line: (MODES.index(line[0]), str(line[1:]))):
+            points = lines[mode, drafter, block_size]
+            points.sort(key=lambda runs: runs[0]["concurrency"])
+            spreads = [Spread.of(run["tokens_per_s"] for run in runs) for runs in points]
+            label = mode if len({line[1:] for line in lines if line[0] != "none"}) < 2 else f"{mode} {_short(drafter)}"
+            axis.errorbar(
+                [runs[0]["concurrency"] for runs in points],
+                [spread.median for spread in spreads],
+                yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
+                label=label if block_size is None else f"{label}, block {block_size}",
+                marker="o",
+                capsize=3,
+            )
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(bottom=0)
+        axis.set(title=f"{_short(target)}, {backend}, tp {tp}, {prompts}", xlabel="concurrency", ylabel="tokens/s")
+        axis.title.set_size("small")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

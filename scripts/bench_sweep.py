@@ -1,0 +1,334 @@
+"""No speculation, SGLang's in-tree DFLASH and this package, over everything that matters, in one command.
+
+On a CPU, the tiny pair that this package ships:
+
+    python3 scripts/bench_sweep.py --concurrency 1 4 16 64 --requests 64 --new-tokens 64 --out work/tiny_pair_cpu
+
+On a GPU, decoding alone, with dummy weights in the shape of real models and simulated acceptance:
+
+    python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
+        --backends fa3 flashinfer triton --new-tokens 384 --out work/decode
+
+With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
+
+    python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\
+        --concurrency 1 2 4 8 16 32 64 --new-tokens 2048 --chat-arguments '{"enable_thinking": false}'
+
+Every engine is a process of its own. Those that are compared live side by side and take turns, so that drift hits all
+of them. OUT.json keeps what is measured: the same command, or one with more pairs, backends or lengths, goes on where
+it was stopped. OUT.md and OUT.png show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from bench.engine import MODES, Configuration, EngineProcess, Workload
+from bench.pairs import PAIRS, Pair, checkpoint, find_pair
+from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
+from bench.results import Results, draw, markdown
+from tqdm import tqdm
+
+_BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
+_METHODS = {
+    "requests": "Greedy requests from as many clients as the concurrency says, each waiting for its answer; token ids "
+    "in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is what a request waits for its next "
+    "tokens, prefills of others included.",
+    "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one.",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that takes part; `share` is the part of the GPU, or of a machine without one, that it takes."""
+
+    configuration: Configuration
+    workload: Workload
+    is_dummy: bool
+    share: float
+
+
+# Who takes turns, with which prompts, at which concurrency.
+Round = tuple[list[Candidate], Prompts, int]
+
+
+def plan(args: argparse.Namespace) -> list[list[Candidate]]:
+    """Groups of engines that live side by side.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    by_target: dict[str, list[Pair]] = {}
+    for name in args.pairs:
+        pair = find_pair(name)
+        by_target.setdefault(pair.target, []).append(pair)
+    units = []
+    for pairs in by_target.values():
+        units += make_units(pairs, make_workload(args, pairs[0]), args)
+    return pack(units)
+
+
+def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
+    return Workload(
+        measure=args.measure,
+        prompts=make_prompts(args, pair),
+        concurrency=sorted(args.concurrency),
+        new_tokens=args.new_tokens,
+        plain_tokens=args.plain_tokens,
+        requests=args.requests,
+        accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
+        chat_arguments=args.chat_arguments,
+    )
+
+
+def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) -> list[list[Candidate]]:
+    """What stays together of one target: engines with the same drafter, block size, backend and ranks.
+
+    No speculation is measured once for all drafters and block sizes.
+    """
+
+    def candidate(mode: str, pair: Pair, backend: str, tp: int, block: int | None) -> Candidate:
+        drafter, share = (None, pair.share[1]) if mode == "none" else (pair.drafter, pair.share[0])
+        configuration = Configuration(mode, pair.target, drafter, backend, tp, block)
+        return Candidate(configuration, workload, pair.is_dummy, 1 / args.together if args.together else share)
+
+    units = []
+    for tp in args.tp:
+        for backend in args.backends:
+            for pair in pairs:
+                for block in args.block_sizes:
+                    units.append([candidate(mode, pair, backend, tp, block) for mode in args.modes if mode != "none"])
+            if "none" in args.modes:
+                units.append([candidate("none", pairs[0], backend, tp, None)])
+    return units
+
+
+def pack(units: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Every unit into the first group that has room for it; one that never fits falls apart."""
+    groups: list[list[Candidate]] = []
+    for unit in units:
+        for part in [unit] if fits(unit) else [[candidate] for candidate in unit]:
+            group = next((group for group in groups if fits(group + part)), None)
+            if group is None:
+                groups.append(part)
+            else:
+                group += part
+    return groups
+
+
+def fits(candidates: list[Candidate]) -> bool:
+    return sum(candidate.share for candidate in candidates) < 1.001
+
+
+def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
+    if pair.is_dummy:
+        if args.datasets:
+            raise ValueError(f"--datasets: the dummy weights of {pair.target} have no tokenizer; use --prompt-tokens.")
+        return [Prompts(None, tokens) for tokens in args.prompt_tokens or [512]]
+    datasets = args.datasets or ([TINY_PROMPTS] if pair == PAIRS["tiny"] else [])
+    if not datasets:
+        raise ValueError(f"--datasets: needed, as drafts of {pair.drafter} are only as good as on real text.")
+    for dataset in datasets:
+        read_dataset(dataset)
+    if args.measure == "decode" and (args.accept_length is None or not args.prompt_tokens):
+        raise ValueError(
+            "--measure decode: with trained weights it needs --accept-length, as its answers run on behind their ends, "
+            "where drafting is easy; and --prompt-tokens, as its requests decode in step."
+        )
+    return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
+
+
+def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Results) -> None:
+    """Measure what `results` does not have yet."""
+    todo = [rounds_of(group, results) for group in groups]
+    total = sum(len(candidates) * args.repeats for rounds in todo for candidates, *_ in rounds)
+    with tqdm(total=total, unit="run", smoothing=0) as progress:
+        for rounds in todo:
+            if rounds:
+                measure_rounds(rounds, args, results, progress)
+
+
+def rounds_of(group: list[Candidate], results: Results) -> list[Round]:
+    """What has not been measured of all who take turns."""
+    by_workload: list[list[Candidate]] = []
+    for candidate in group:
+        same = next((others for others in by_workload if others[0].workload == candidate.workload), None)
+        if same is None:
+            by_workload.append([candidate])
+        else:
+            same.append(candidate)
+    return [
+        (candidates, prompts, concurrency)
+        for candidates in by_workload
+        for prompts in candidates[0].workload.prompts
+        for concurrency in candidates[0].workload.concurrency
+        if not all(results.has(key_of(candidate, prompts, concurrency)) for candidate in candidates)
+    ]
+
+
+def key_of(candidate: Candidate, prompts: Prompts, concurrency: int) -> dict:
+    return asdict(candidate.configuration) | {"prompts": str(prompts), "concurrency": concurrency}
+
+
+def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
+    """Start the engines of one group, let them take turns, and stop them."""
+    engines: list[tuple[Candidate, EngineProcess]] = []
+    try:
+        for candidates, *_ in rounds:
+            new = [candidate for candidate in candidates if all(candidate != other for other, _ in engines)]
+            engines += [(candidate, start(candidate, args)) for candidate in new]
+        progress.set_postfix_str(f"starting {len(engines)} engines")
+        for _, engine in engines:
+            engine.wait_until_ready()
+        for candidates, prompts, concurrency in rounds:
+            turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
+            runs = take_turns(turn, prompts, concurrency, args.repeats, progress)
+            results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
+    finally:
+        for _, engine in engines:
+            engine.stop()
+
+
+def take_turns(
+    turn: list[tuple[Candidate, EngineProcess]], prompts: Prompts, concurrency: int, repeats: int, progress: tqdm
+) -> list[dict]:
+    index = turn[0][0].workload.prompts.index(prompts)
+    for _, engine in turn:
+        engine.measure(index, concurrency, is_warm_up=True)
+    runs = []
+    for repeat in range(repeats):
+        for candidate, engine in turn:
+            measured = engine.measure(index, concurrency)
+            runs.append(key_of(candidate, prompts, concurrency) | {"repeat": repeat} | measured)
+            rate = f"{measured['tokens_per_s']:.0f} tokens/s"
+            progress.set_postfix_str(f"{candidate.configuration}, {prompts}, concurrency {concurrency}: {rate}")
+            progress.update()
+    return runs
+
+
+def start(candidate: Candidate, args: argparse.Namespace) -> EngineProcess:
+    configuration = candidate.configuration
+    models = [model for model in (configuration.target, configuration.drafter) if model]
+    paths = {model: checkpoint(model, args.models) for model in models}
+    return EngineProcess(configuration, candidate.workload, paths, args.device, candidate.is_dummy)
+
+
+def describe_setup(args: argparse.Namespace) -> dict:
+    """What has to be the same for figures that stand in one report."""
+    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python")
+    versions = [f"{name} {version}" for name in names if (version := installed(name))]
+    package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
+    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    digest = hashlib.sha256(sources).hexdigest()[:12]
+    return {
+        "hardware": hardware(args.device),
+        "versions": ", ".join([f"sglang-dflash {installed('sglang-dflash')} (sources {digest})", *versions]),
+        "method": _METHODS[args.measure],
+        "measure": args.measure,
+        "repeats": args.repeats,
+        "new_tokens": args.new_tokens,
+        "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
+        "requests": args.requests,
+        "accept_length": args.accept_length,
+        "chat_arguments": args.chat_arguments,
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def hardware(device: str) -> str:
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        os.uname().machine,
+    )
+    cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    if device == "cpu":
+        return f"CPU only, float32: {cores}"
+    # In a process of its own, as torch would keep memory on the GPU.
+    query = "import torch; print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
+    gpus = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{gpus}, bfloat16; {cores}"
+
+
+def write_report(results: Results, out: Path, chart: bool) -> None:
+    """OUT.md, and OUT.png where a chart is wanted."""
+    if chart:
+        draw(results, Path(f"{out}.png"))
+    text = markdown(results, out.name.replace("_", " "), f"{out.name}.png" if chart else None)
+    Path(f"{out}.md").write_text(text)
+    print(text)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"of {', '.join(PAIRS)}, or TARGET:DRAFTER")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; the in-tree worker needs a GPU")
+    parser.add_argument("--backends", nargs="+", help=f"attention; default: {_BACKENDS[device][0]}")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, help="cut prompts to these lengths")
+    parser.add_argument("--datasets", nargs="+", help="JSONL files; the tiny pair has prompts of its own")
+    parser.add_argument("--tp", nargs="+", type=int, default=[1])
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=[None], help="default: the drafter's")
+    parser.add_argument("--measure", choices=list(_METHODS), default="requests")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, help="answers per run of --measure requests; default: 4 per client")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--plain-tokens", type=int, default=96, help="--measure decode: without speculation")
+    parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
+    parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
+    parser.add_argument("--together", type=int, help="engines alive at a time; default: what 80 GB hold of an 8B model")
+    parser.add_argument("--device", choices=list(_BACKENDS), default=device)
+    parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
+    parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
+    parser.add_argument("--no-chart", action="store_true", help="where matplotlib is missing")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write OUT.md and OUT.png of OUT.json")
+    args = parser.parse_args(argv)
+    args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
+    args.backends = args.backends or _BACKENDS[args.device]
+    if args.device == "cpu" and "in-tree" in args.modes:
+        raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
+    if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is missing: use --no-chart, and --report where it is installed.")
+    return args
+
+
+def main() -> None:
+    try:
+        args = parse(sys.argv[1:])
+        data = Path(f"{args.out}.json")
+        if args.report:
+            results = Results.load(data)
+        else:
+            groups = plan(args)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            results = Results(data, describe_setup(args))
+    except (OSError, ValueError) as error:
+        sys.exit(f"bench_sweep.py: {error}")
+    if not args.report:
+        run(groups, args, results)
+    write_report(results, args.out, chart=not args.no_chart)
+
+
+if __name__ == "__main__":
+    main()

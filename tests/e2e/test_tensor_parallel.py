@@ -1,0 +1,96 @@
+"""Two tensor-parallel ranks, and two replicas, on the CPU: the text is one rank's without speculation.
+
+Two ranks sum in another order than one, so their float32 logits differ in the last bits. The tiny pair's two best
+logits are hardly ever that close: its answers are the same on either, and a difference here is a fault.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import Settings, assert_same_answers
+
+# SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
+_CORES = sorted(os.sched_getaffinity(0))
+CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
+RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
+
+PLAIN = Settings("default")
+TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=CORES)
+# As in test_pool.py: admits more than the pool holds to the end, and retracts a request every few steps.
+SMALL_POOL = Settings(
+    "tp2-small-pool",
+    flags=(("tp-size", 2), ("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8)),
+    env=CORES + RETRACT,
+)
+TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
+
+
+@pytest.fixture
+def pair(keeper, settings):
+    """DFLASH on two ranks and no speculation on one; after the test no request may run on, and no KV slot be in use."""
+    pair = keeper.pair(settings, plain=PLAIN)
+    yield pair
+    pair.ask(lambda server: server.flush_cache())
+    pair.ask(lambda server: server.wait_until_empty())
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
+def test_cycles_accept_drafts(pair, prompts):
+    answer = pair.lossless(lambda server: server.generate(prompts[3], max_new_tokens=100, ignore_eos=True))
+
+    assert pair.dflash.get("/server_info")["tp_size"] == 2
+    assert answer["meta_info"]["spec_verify_ct"] < 50
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
+def test_500_mixed_requests(pair, prompts):
+    requests = [
+        {"input_ids": prompts[i % 60][: 1 + i // 6], "max_new_tokens": 1 + i % 29, "ignore_eos": i % 3 > 0}
+        for i in range(500)
+    ]
+
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
+def test_abort_in_mid_stream(pair, prompts):
+    """Every rank drops the request in the same step, and the others of the batch go on."""
+    victim = {"input_ids": prompts[1], "max_new_tokens": 1900, "ignore_eos": True, "rid": "victim"}
+    others = [{"input_ids": prompt, "max_new_tokens": 120, "ignore_eos": True} for prompt in prompts[20:26]]
+    expected = pair.plain.generate_concurrently(others)
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(pair.dflash.generate_concurrently, others)
+        chunks = []
+        for chunk in pair.dflash.stream(**victim):
+            chunks.append(chunk)
+            if len(chunks) == 4:
+                pair.dflash.post("/abort_request", {"rid": "victim"})
+        answers = running.result()
+
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert_same_answers(answers, expected)
+
+
+@pytest.mark.parametrize("settings", [SMALL_POOL], indirect=True, ids=str)
+def test_retraction(pair, prompts):
+    requests = [{"input_ids": prompt[:40], "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[:10]]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+
+@pytest.mark.parametrize("settings", [TWO_REPLICAS], indirect=True, ids=str)
+def test_replicas(pair, prompts):
+    """Each replica is a server of its own; requests go to them in turn."""
+    answers = pair.lossless(
+        lambda server: server.generate_concurrently(
+            [{"input_ids": prompt, "max_new_tokens": 40} for prompt in prompts[:24]]
+        )
+    )
+
+    states = pair.dflash.get("/server_info")["internal_states"]
+    assert [state["sglang_dflash"]["worker"] for state in states] == ["DFlashWorker"] * 2
+    assert {answer["meta_info"]["dp_rank"] for answer in answers} == {0, 1}

@@ -1,0 +1,327 @@
+"""scripts/bench_sweep.py: datasets, which engines take turns, what is aggregated, and what a resumed sweep skips."""
+
+import json
+
+import bench_sweep
+import pytest
+from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
+from bench.pairs import TINY_PAIR, Pair, find_pair
+from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
+from bench.results import Results, Spread, draw, markdown, table
+from transformers import AutoTokenizer
+
+from sglang_dflash.tiny_pair import load_prompts
+
+SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "repeats": 3}
+
+
+def write(path, *rows) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_datasets(tmp_path):
+    questions = read_dataset(
+        write(
+            tmp_path / "mixed.jsonl",
+            {"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 1,005"},
+            {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    return 1"},
+            {"problem": "What is \\frac{1}{2}?", "answer": "\\frac{1}{2}"},
+            {"question_id": 81, "turns": ["First.", "Second."]},
+        )
+    )
+
+    assert questions[0].text.startswith("How many?") and "\\boxed{}" in questions[0].text
+    assert questions[0].answer == "1005"
+    assert questions[1:] == [Question("def f():"), Question("What is \\frac{1}{2}?"), Question("First.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "data.jsonl:1 is not JSON"),
+        ('{"text": ""}', "data.jsonl:1 has none of the fields prompt"),
+        ("", "no line"),
+    ],
+)
+def test_bad_datasets(tmp_path, text, message):
+    (tmp_path / "data.jsonl").write_text(text)
+
+    with pytest.raises(ValueError, match=message):
+        read_dataset(str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so it is \\boxed{1,234} after 7 steps", "1234"),
+        ("\\boxed{3}, no, \\boxed{-4.50}", "-4.5"),
+        ("He pays $ 70,000.00.", "70000"),
+        ("It takes 10 then 20 minutes.", "20"),
+        ("none", None),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == number
+
+
+def test_accuracy_counts_only_known_answers():
+    prompts = [Prompt([1], "5"), Prompt([1], "6"), Prompt([1])]
+
+    assert accuracy(prompts, ["\\boxed{5}", "It is 7.", "anything"]) == 0.5
+
+
+def test_cut_begins_elsewhere_and_wraps():
+    assert cut([[1, 2], [3], [4, 5, 6]], tokens=4, count=4) == [[1, 2, 3, 4], [3, 4, 5, 6], [4, 5, 6, 1], [1, 2, 3, 4]]
+
+
+def test_random_prompts_are_the_same_in_every_engine():
+    first, second = (build_prompts(Prompts(None, 9), None, 3, {}) for _ in range(2))
+
+    assert first == second
+    assert [len(prompt.input_ids) for prompt in first] == [9, 9, 9]
+
+
+def test_questions_are_asked_in_a_chat(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PAIR / "target")
+    tokenizer.chat_template = "{% for m in messages %}# {{ m.content }}{% endfor %}{{ end }}"
+    dataset = write(tmp_path / "data.jsonl", {"prompt": "def f():"})
+
+    (asked,) = build_prompts(Prompts(dataset, None), tokenizer, 1, {"end": "!"})
+    tiny = build_prompts(Prompts(TINY_PROMPTS, None), tokenizer, 1, {})
+
+    assert asked.input_ids == tokenizer("# def f():!")["input_ids"]
+    assert [tokenizer.decode(prompt.input_ids) for prompt in tiny] == load_prompts()
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan(*flags: str) -> list[list[str]]:
+    groups = bench_sweep.plan(bench_sweep.parse(["--no-chart", "--device", "cuda", "--measure", "decode", *flags]))
+    return [[f"{c.configuration.target} {c.configuration}" for c in group] for group in groups]
+
+
+def test_compared_engines_live_together():
+    two_backends = ("--pairs", "qwen3-8b", "--backends", "fa3", "triton")
+
+    assert plan(*two_backends) == [
+        ["qwen3-8b in-tree, fa3, tp 1", "qwen3-8b ours, fa3, tp 1"],
+        ["qwen3-8b none, fa3, tp 1", "qwen3-8b none, triton, tp 1"],
+        ["qwen3-8b in-tree, triton, tp 1", "qwen3-8b ours, triton, tp 1"],
+    ]
+    assert plan(*two_backends, "--together", "3") == [
+        ["qwen3-8b in-tree, fa3, tp 1", "qwen3-8b ours, fa3, tp 1", "qwen3-8b none, fa3, tp 1"],
+        ["qwen3-8b in-tree, triton, tp 1", "qwen3-8b ours, triton, tp 1", "qwen3-8b none, triton, tp 1"],
+    ]
+    assert [len(group) for group in plan(*two_backends, "--together", "1")] == [1] * 6
+
+
+def test_small_engines_live_beside_large_ones():
+    groups = plan("--pairs", "qwen3-8b", "small", "--backends", "fa3", "flashinfer", "triton")
+
+    assert [len(group) for group in groups] == [11, 3, 2, 2]
+
+
+def test_no_speculation_is_measured_once_for_all_drafters_and_blocks():
+    groups = plan("--pairs", "qwen3-8b", "qwen3-8b-swa", "--tp", "1", "2", "--block-sizes", "16", "8")
+
+    engines = [engine for group in groups for engine in group]
+    assert sum("none" in engine for engine in engines) == 2
+    assert sum("ours" in engine for engine in engines) == sum("in-tree" in engine for engine in engines) == 8
+
+
+def test_pairs():
+    assert find_pair("a/b:c/d") == Pair("a/b", "c/d")
+    with pytest.raises(ValueError, match="--pairs qwen4: neither one of tiny"):
+        find_pair("qwen4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--modes in-tree --device cpu", "--modes in-tree"),
+        ("--pairs a/b:c/d", "--datasets: needed"),
+        ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
+        ("--measure decode --prompt-tokens 64", "--measure decode: with trained weights"),
+        ("--measure decode --accept-length 4", "--measure decode: with trained weights"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        bench_sweep.plan(bench_sweep.parse([*flags.split(), "--no-chart"]))
+
+
+def test_environments_of_the_modes(monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+
+    assert "SGLANG_SIMULATE_ACC_LEN" not in environment("none", accept_length=6.5)
+    assert "SGLANG_SIMULATE_ACC_LEN" not in environment("ours")
+    assert environment("ours", accept_length=6.5)["SGLANG_SIMULATE_ACC_LEN"] == "6.5"
+    assert environment("in-tree")["SGLANG_PLUGINS"] == "none"
+    assert "SGLANG_PLUGINS" not in environment("ours")
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_summary_of_answers():
+    answers = [
+        Answer(sent=0.0, first=1.0, last=3.0, cycles=2, output_ids=list(range(9))),
+        Answer(sent=1.0, first=1.5, last=4.5, cycles=6, output_ids=list(range(13))),
+        # Ends with its prefill, and has no say in what decoding costs.
+        Answer(sent=3.0, first=5.0, last=5.0, cycles=0, output_ids=[1]),
+    ]
+
+    assert summarize_answers(answers) == {
+        "tokens_per_s": pytest.approx(23 / 5),
+        "ttft_ms": pytest.approx(1000),
+        "tpot_ms": pytest.approx(250),
+        "cycle_ms": pytest.approx(5000 / 8),
+        "accept_length": pytest.approx(20 / 8),
+    }
+
+
+def test_spread():
+    assert Spread.of([3.0, 1.0, 10.0]) == Spread(3, 1, 10)
+    assert Spread.of([3.0, 1.0, 10.0]).text(1) == "3.0 (1.0 to 10.0)"
+    assert Spread.of([2.001, 1.999]).text(1) == "2.0"
+
+
+def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
+    key = {
+        "mode": mode,
+        "target": "org/target",
+        "drafter": None if mode == "none" else "org/drafter",
+        "backend": "fa3",
+        "tp": 1,
+        "block_size": None,
+        "prompts": "512 tokens",
+        "concurrency": 8,
+    }
+    return [key | changes | {"repeat": i, "tokens_per_s": rate} for i, rate in enumerate(rates)]
+
+
+def last_cells(results: Results) -> list[list[str]]:
+    """Mode, tokens/s and both speed-ups of every row."""
+    return [[cell.strip() for cell in row.split("|")[7:-1]] for row in table(results)[2:]]
+
+
+def test_speedups_are_taken_turn_by_turn(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    in_tree = runs_of("in-tree", [100.0, 50.0, 200.0])
+    results.add_round(runs_of("ours", [110.0, 60.0, 200.0]) + in_tree + runs_of("none", [10.0, 10.0, 10.0]), "command")
+
+    assert last_cells(results) == [
+        ["none", "10.0", "", ""],
+        ["in-tree", "100.0 (50.0 to 200.0)", "10.000 (5.000 to 20.000)", ""],
+        ["ours", "110.0 (60.0 to 200.0)", "11.000 (6.000 to 20.000)", "1.100 (1.000 to 1.200)"],
+    ]
+
+
+def test_only_like_is_compared_with_like(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    results.add_round(runs_of("ours", [110.0], block_size=8) + runs_of("in-tree", [100.0]), "command")
+    results.add_round(runs_of("none", [10.0]) + runs_of("ours", [30.0], concurrency=1), "command")
+
+    assert [row[-2:] for row in last_cells(results)] == [["", ""], ["", ""], ["10.000", ""], ["11.000", ""]]
+
+
+# --- resume ---------------------------------------------------------------------------------------------------------
+
+
+class FakeEngines:
+    """Stands for `EngineProcess`; what is tested is who is asked, and when."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.log: list[str] = []
+        self.fail_at: int | None = None
+        engines = self
+
+        class Process:
+            def __init__(self, configuration: Configuration, *_) -> None:
+                self.configuration = configuration
+                engines.log.append(f"start {configuration.mode}")
+
+            def wait_until_ready(self) -> None:
+                pass
+
+            def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
+                engines.log.append(f"{self.configuration.mode} {concurrency}")
+                if len(engines.log) == engines.fail_at:
+                    raise KeyboardInterrupt
+                return {} if is_warm_up else {"tokens_per_s": float(concurrency)}
+
+            def stop(self) -> None:
+                pass
+
+        monkeypatch.setattr(bench_sweep, "EngineProcess", Process)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    return FakeEngines(monkeypatch)
+
+
+def sweep(path, *flags: str) -> Results:
+    args = bench_sweep.parse(["--modes", "none", "ours", "--repeats", "2", "--no-chart", *flags])
+    results = Results(path, SETUP)
+    bench_sweep.run(bench_sweep.plan(args), args, results)
+    return results
+
+
+def test_engines_take_turns(tmp_path, engines):
+    results = sweep(tmp_path / "r.json", "--concurrency", "4", "1")
+
+    turn = ["ours {0}", "none {0}"]
+    # A warm-up, and two repeats.
+    expected = ["start ours", "start none", *(line.format(n) for n in (1, 4) for line in turn * 3)]
+    assert engines.log == expected
+    assert len(results.runs) == 8
+
+
+def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
+    path = tmp_path / "r.json"
+    engines.fail_at = 11
+    with pytest.raises(KeyboardInterrupt):
+        sweep(path, "--concurrency", "1", "4")
+    engines.log.clear()
+    engines.fail_at = None
+
+    # The interrupted round is measured again as a whole, as its repeats were to take turns.
+    assert len(Results(path, SETUP).runs) == 4
+    sweep(path, "--concurrency", "1", "4")
+    assert engines.log == ["start ours", "start none", *["ours 4", "none 4"] * 3]
+
+    engines.log.clear()
+    assert len(sweep(path, "--concurrency", "1", "4").runs) == 8
+    assert engines.log == []
+
+
+def test_another_setup_is_refused(tmp_path, engines):
+    path = tmp_path / "r.json"
+    sweep(path, "--concurrency", "1")
+
+    with pytest.raises(ValueError, match="measured with another hardware;"):
+        Results(path, SETUP | {"hardware": "another machine"})
+    assert len(Results.load(path).runs) == 4
+
+
+def test_report(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    for concurrency in (1, 8):
+        results.add_round(
+            runs_of("ours", [110.0, 60.0], concurrency=concurrency)
+            + runs_of("none", [10.0, 9.0], concurrency=concurrency),
+            "2026-11-21: python3 scripts/bench_sweep.py",
+        )
+
+    draw(results, tmp_path / "r.png")
+    text = markdown(results, "a title", "r.png")
+
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("# a title", "a machine; sglang 0.5.17", "2026-11-21: python3 scripts/bench_sweep.py", "![", "8.833"):
+        assert part in text

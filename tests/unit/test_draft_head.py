@@ -1,0 +1,156 @@
+"""The drafter's argmax among tensor-parallel ranks: SGLang's own process groups (gloo) and lm_head."""
+
+import multiprocessing
+from functools import cache
+
+import pytest
+import torch
+
+from sglang_dflash.cpu.platform import cpu_engine
+
+if not cpu_engine():
+    pytest.skip("needs SGLANG_USE_CPU_ENGINE=1 and no CUDA device", allow_module_level=True)
+
+import sglang.srt.utils  # noqa: F401  (SGLang's import order: utils before the layers)
+from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+from sglang_dflash.draft_head import DraftHead, pack, unpack
+
+NUM_ROWS = 24
+# (vocabulary, of which added): one row, ranks without a token, one that ends inside a shard, parts of any length.
+VOCABULARIES = [(1, 0), (5, 0), (64, 0), (65, 0), (130, 0), (4096, 0), (1000, 1), (1010, 16), (129, 64), (200, 137)]
+DTYPES = [torch.float32, torch.bfloat16]
+WORLD_SIZES = [1, 2, 4]
+
+
+def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+    """[NUM_ROWS, vocabulary], full of ties; in some rows all are negative, in some all are equal."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randint(-3, 4, (NUM_ROWS, vocabulary), generator=generator) / 4
+    logits[::4] -= 5
+    logits[1::4] = -0.5
+    return logits.to(dtype)
+
+
+def off_by_one_ulp(logits: torch.Tensor) -> torch.Tensor:
+    """Every logit moved to the next larger number of its dtype."""
+    return torch.nextafter(logits, torch.tensor(torch.inf, dtype=logits.dtype))
+
+
+def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
+    """This rank's shard of an lm_head that gives these logits for the rows of an identity matrix."""
+    vocabulary = logits.shape[1]
+    lm_head = ParallelLMHead(vocabulary, NUM_ROWS, params_dtype=logits.dtype, org_num_embeddings=vocabulary - num_added)
+    shard = lm_head.shard_indices
+    # A padding row would win everywhere.
+    weight = torch.full_like(lm_head.weight, 100)
+    added = shard.num_org_elements_padded
+    weight[: shard.num_org_elements] = logits.T[shard.org_vocab_start_index : shard.org_vocab_end_index]
+    weight[added : added + shard.num_added_elements] = logits.T[
+        shard.added_vocab_start_index : shard.added_vocab_end_index
+    ]
+    lm_head.weight.data.copy_(weight)
+    return lm_head
+
+
+def draft(logits: torch.Tensor, num_added: int) -> torch.Tensor:
+    """[NUM_ROWS, 2] blocks whose second token has the row's logits; the first one's are never looked at."""
+    head = DraftHead(lm_head_of(logits, num_added), get_tp_group())
+    hidden_states = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1).to(logits.dtype)
+    return head(torch.full((NUM_ROWS, 2), 3), hidden_states.view(2 * NUM_ROWS, NUM_ROWS))
+
+
+def serve_rank(rank: int, world_size: int, folder: str) -> None:
+    torch.set_grad_enabled(False)
+    init_distributed_environment(
+        world_size=world_size,
+        rank=rank,
+        local_rank=rank,
+        backend="gloo",
+        distributed_init_method=f"file://{folder}/init",
+    )
+    initialize_model_parallel(tensor_model_parallel_size=world_size, backend="gloo")
+    blocks = {}
+    for vocabulary, num_added in VOCABULARIES:
+        for dtype in DTYPES:
+            logits = logits_of(vocabulary, dtype)
+            blocks["exact", vocabulary, dtype] = draft(logits, num_added)
+            blocks["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
+    torch.save(blocks, f"{folder}/{rank}")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Every rank's blocks, for a number of ranks."""
+
+    @cache
+    def run(world_size: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp(f"ranks{world_size}")
+        # Forked, so that SGLang is imported once.
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=serve_rank, args=(rank, world_size, str(folder))) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=120)
+        try:
+            assert [process.exitcode for process in processes] == [0] * world_size
+        finally:
+            for process in processes:
+                process.kill()
+        return [torch.load(folder / str(rank)) for rank in range(world_size)]
+
+    return run
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [vocabulary for vocabulary, _ in VOCABULARIES])
+def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
+    expected = logits_of(vocabulary, dtype).argmax(dim=-1)
+
+    for blocks in ranks(world_size):
+        block = blocks["exact", vocabulary, dtype]
+        assert block[:, 0].tolist() == [3] * NUM_ROWS
+        assert block[:, 1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ranks_agree_where_one_computes_otherwise(ranks, world_size, dtype):
+    """Rank 1's logits are all one ulp larger, which breaks its ties with the others; no rank may diverge."""
+    num_changed = 0
+    for vocabulary, _ in VOCABULARIES:
+        exact, *_ = (blocks["exact", vocabulary, dtype] for blocks in ranks(world_size))
+        first, *others = (blocks["perturbed", vocabulary, dtype] for blocks in ranks(world_size))
+        for other in others:
+            assert torch.equal(first, other)
+        num_changed += int((first != exact).sum())
+    assert num_changed > 50, "the perturbation did not matter"
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_keys_order_like_logits(dtype):
+    finfo = torch.finfo(dtype)
+    ascending = [-torch.inf, finfo.min, -1.5, -1.0, -finfo.tiny, 0.0, finfo.tiny, 1.0, 1.0 + finfo.eps, finfo.max]
+    logits = torch.tensor([*ascending, torch.inf], dtype=dtype)
+    last_token = 2**31 - 1
+
+    keys = pack(logits, torch.zeros(len(logits), dtype=torch.int64), last_token)
+
+    assert (keys.diff() > 0).all()
+    assert unpack(keys).tolist() == [last_token] * len(logits)
+    # The largest token of a larger logit still beats token 0 of a smaller one.
+    assert (keys[1:] > pack(logits[:-1], torch.zeros(len(logits) - 1, dtype=torch.int64), 0)).all()
+
+
+def test_equal_logits_order_by_descending_token():
+    logits, columns = torch.tensor([0.0, -0.0, 0.0, -0.0]), torch.tensor([0, 1, 2, 151935])
+
+    keys = pack(logits, columns, first_token=5)
+
+    assert (keys.diff() < 0).all()
+    assert unpack(keys).tolist() == [5, 6, 7, 151940]
