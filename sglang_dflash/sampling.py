@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -44,8 +45,9 @@ def takes_argmax(batch: ScheduleBatch) -> bool:
 class BlockSampler:
     """Chooses the target's tokens of whole blocks."""
 
-    def __init__(self, target_runner: ModelRunner) -> None:
+    def __init__(self, target_runner: ModelRunner, tp_group: GroupCoordinator) -> None:
         self._sampler = target_runner.sampler
+        self._tp_group = tp_group
         _samplers.add(self._sampler)
         num_slots = target_runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
@@ -56,6 +58,8 @@ class BlockSampler:
 
     def end_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """Take note of the first token, [bs], of each request; of one whose prompt goes on, `begin_prefill` forgets."""
+        if not batch.sampling_info.is_all_greedy:
+            self._agree(next_token_ids)
         if are_penalised(batch.sampling_info):
             self._penalties.count(batch.req_pool_indices, next_token_ids)
 
@@ -115,6 +119,8 @@ class BlockSampler:
         ).to(torch.int64)
         if is_mixed:
             tokens = torch.where((info.top_ks <= 1).repeat_interleave(block_size), argmax, tokens)
+        if not info.is_all_greedy:
+            self._agree(tokens)
         if batch.return_logprob:
             output.next_token_logprobs = chosen.next_token_logprobs.view(bs, block_size)
             output.next_token_top_logprobs_val = chosen.next_token_top_logprobs_val
@@ -122,6 +128,12 @@ class BlockSampler:
             output.next_token_token_ids_logprobs_val = chosen.next_token_token_ids_logprobs_val
             output.next_token_token_ids_logprobs_idx = chosen.next_token_token_ids_logprobs_idx
         return tokens.view(bs, block_size)
+
+    def _agree(self, tokens: torch.Tensor) -> None:
+        """Make sampled tokens those of the first tensor-parallel rank, in place: ranks draw from generators of their
+        own, and one that accepts another length waits forever in its next collective."""
+        if self._tp_group.world_size > 1:
+            self._tp_group.broadcast(tokens, src=0)
 
 
 def _per_row(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:

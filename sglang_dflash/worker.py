@@ -88,7 +88,7 @@ class DFlashWorker(BaseSpecWorker):
         self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
         self._propose = GraphTail(self.draft_model_runner, self._fill_block)
         self._decide = GraphTail(self.target_worker.model_runner, self._accept_argmax)
-        self._sampler = BlockSampler(self.target_worker.model_runner)
+        self._sampler = BlockSampler(self.target_worker.model_runner, get_tp_group())
 
     def describe(self) -> dict:
         """What `/server_info` shows."""

@@ -5,6 +5,7 @@ logits are hardly ever that close: its answers are the same on either, and a dif
 """
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -51,6 +52,27 @@ def test_500_mixed_requests(pair, prompts):
     ]
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
+def test_sampled_and_constrained_requests(pair, prompts):
+    """Ranks that disagreed about a token would disagree about the next length, and wait for each other forever."""
+    kinds = [
+        {"temperature": 1.0},
+        {"temperature": 1.5, "top_p": 0.9},
+        {"temperature": 0.8, "regex": "[a-z ]{20,40}", "ignore_eos": False},
+        {"presence_penalty": 0.5},
+        {"temperature": 1.0, "return_logprob": True},
+    ]
+    requests = [
+        {"input_ids": prompts[i % 60], "max_new_tokens": 40, "ignore_eos": True} | kinds[i % len(kinds)]
+        for i in range(40)
+    ]
+
+    answers = pair.dflash.generate_concurrently(requests)
+
+    assert all(len(answer["output_ids"]) == 40 for i, answer in enumerate(answers) if i % len(kinds) != 2)
+    assert all(re.fullmatch("[a-z ]{0,40}", answer["text"]) for answer in answers[2 :: len(kinds)])
 
 
 @pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)

@@ -17,7 +17,7 @@ from sglang_dflash.cpu.platform import cpu_engine
 if not cpu_engine():
     pytest.skip("samples on the CPU", allow_module_level=True)
 
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -89,7 +89,8 @@ def continuations(params: dict, bias: float = 0.0) -> torch.Tensor:
             req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(n, 0)),
             model_config=SimpleNamespace(vocab_size=VOCAB),
             device="cpu",
-        )
+        ),
+        get_tp_group(),
     )
     sampler.begin_prefill(batch)
     bonus = torch.full((n,), FIRST)
