@@ -83,6 +83,13 @@ HOOKS = [
         until="init_req_max_new_tokens subtracts get_alloc_reserve_per_decode",
     ),
     Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        kind=HookType.AROUND,
+        function=requests.generate_request,
+        why="sampling parameters of a wrong type get a 500 or end the server, as does a huge n",
+        until="SGLang checks the types of sampling parameters where it reads them",
+    ),
+    Hook(
         target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
         kind=HookType.REPLACE,
         function=requests.refuse_request,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import re
+from collections.abc import AsyncIterator
+from typing import get_type_hints
 
+import msgspec
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-# Every field of `SamplingParams` is in one of these two groups. These are acted on by SGLang's scheduler and
+# Every field of `SamplingParams` is in one of these three groups. These are acted on by SGLang's scheduler and
 # detokenizer, whoever decodes:
 BY_SGLANG = (
     "max_new_tokens",
@@ -22,11 +29,6 @@ BY_SGLANG = (
     "spaces_between_special_tokens",
     "no_stop_trim",
     "stream_interval",
-    "stop_strs",
-    "stop_regex_strs",
-    "stop_str_max_len",
-    "stop_regex_max_len",
-    "is_normalized",
 )
 # These decide which token follows, so they have to be honoured in every row of a block:
 BY_SAMPLER = (
@@ -46,8 +48,60 @@ BY_SAMPLER = (
     "ebnf",
     "structural_tag",
 )
+# These are no request's to set:
+INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 # Fields of a request that ask for what DFLASH does not collect.
 REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk")
+
+# SGLang makes every answer's state up front, so that an n of millions would end the server.
+MAX_ANSWERS = 4096
+
+_TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name in BY_SGLANG + BY_SAMPLER}
+# SGLang keeps these in tensors of 32 and 64 bits.
+_LARGEST = {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1, "max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1}
+
+
+def generate_request(
+    original, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, *args, **kwargs
+) -> AsyncIterator:
+    """AROUND `TokenizerManager.generate_request`, which answers with a 400 what raises a ValueError here."""
+    algorithm = SpeculativeAlgorithm.from_string(manager.server_args.speculative_algorithm)
+    if algorithm.is_dflash() and isinstance(obj, GenerateReqInput):
+        params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+        for each in params:
+            check_sampling_params(each)
+        prompts = next((p for p in (obj.text, obj.input_ids, obj.input_embeds) if isinstance(p, list)), [])
+        num_answers = max(len(prompts), 1) * max((each.get("n") or 1 for each in params), default=1)
+        if num_answers > MAX_ANSWERS:
+            raise ValueError(f"n: this request asks for {num_answers} answers, and one may ask for {MAX_ANSWERS}.")
+    return original(manager, obj, *args, **kwargs)
+
+
+def check_sampling_params(params: object) -> None:
+    """Raise ValueError naming a sampling parameter of the wrong type, which SGLang would find too late, or never."""
+    if not isinstance(params, dict):
+        raise ValueError(f"sampling_params is {params!r}, not an object.")
+    unknown = sorted(str(name) for name in params if name not in _TYPES)
+    if unknown:
+        raise ValueError(f"sampling_params has {unknown[0]}, which is no sampling parameter.")
+    for name, value in params.items():
+        # None stands for the default.
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, _TYPES[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={value!r}: {error}.") from error
+        if name in _LARGEST and abs(value) > _LARGEST[name]:
+            raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
+    if params.get("n") is not None and params["n"] < 1:
+        raise ValueError(f"n={params['n']}: at least one answer has to be asked for.")
+    patterns = params.get("stop_regex") or []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"stop_regex={pattern!r} is not a regular expression: {error}.") from error
 
 
 def refuse_request(req: Req, enable_overlap: bool) -> str | None:
@@ -75,8 +129,6 @@ def _malformed(req: Req) -> str | None:
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
         return f"input_ids has {outside}, which is not a token of the model: its vocabulary has {req.vocab_size}."
     params = req.sampling_params
-    if params.max_new_tokens is not None and not isinstance(params.max_new_tokens, int):
-        return f"max_new_tokens={params.max_new_tokens!r} is not an integer."
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         return f"min_p={params.min_p} is not supported with --enable-deterministic-inference."
     if req.custom_logit_processor is not None:

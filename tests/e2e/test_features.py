@@ -1,0 +1,110 @@
+"""SGLang's other ways to ask, to stream and to manage a server work as without speculation."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from serving import Settings, assert_same_answers
+
+from sglang_dflash.tiny_pair import TARGET_DIR
+
+SETTINGS = Settings("features", flags=(("disable-radix-cache", True), ("enable-priority-scheduling", True)))
+pytestmark = pytest.mark.parametrize("settings", [SETTINGS], indirect=True, ids=str)
+
+
+def test_input_embeddings(pair, prompts):
+    weights = {name: tensor for file in TARGET_DIR.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    embedding = weights["model.embed_tokens.weight"].to(torch.float32)
+    requests = [
+        {"input_embeds": embedding[prompt].tolist(), "sampling_params": {"temperature": 0, "max_new_tokens": 50}}
+        for prompt in prompts[:3]
+    ]
+
+    def ask(server):
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(lambda request: server.post("/generate", request), requests))
+
+    answers = pair.lossless(ask)
+
+    by_ids = pair.plain.generate(prompts[:3], max_new_tokens=50)
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in by_ids]
+
+
+def test_echo(pair):
+    body = {"model": "tiny", "prompt": "def f(x):\n", "temperature": 0, "max_tokens": 30, "echo": True}
+
+    dflash, plain = pair.ask(lambda server: server.post("/v1/completions", body)["choices"][0])
+
+    assert dflash["text"].startswith("def f(x):\n")
+    assert dflash["text"] == plain["text"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"skip_special_tokens": False, "ignore_eos": True},
+        {"skip_special_tokens": False, "no_stop_trim": True, "stop": ["\n"]},
+        {"spaces_between_special_tokens": False, "ignore_eos": True},
+    ],
+)
+def test_detokenization(pair, prompts, params):
+    pair.lossless(lambda server: server.generate(prompts[5], max_new_tokens=60, **params))
+
+
+def test_stream_interval(pair, prompts):
+    whole = pair.plain.generate(prompts[9], max_new_tokens=80, ignore_eos=True)
+
+    def stream(interval):
+        options = {"max_new_tokens": 80, "ignore_eos": True, "stream_interval": interval}
+        return list(pair.dflash.stream(prompts[9], **options))
+
+    often, seldom = stream(1), stream(40)
+
+    assert len(seldom) < len(often)
+    assert_same_answers(often[-1], whole)
+    assert_same_answers(seldom[-1], whole)
+
+
+def test_priorities(pair, prompts):
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 60, "ignore_eos": True, "priority": i % 3}
+        for i, prompt in enumerate(prompts[:24])
+    ]
+
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+
+
+def test_session(pair, prompts):
+    """The second turn goes on where the first ended."""
+
+    def two_turns(server):
+        session = server.post("/open_session", {"capacity_of_str_len": 4000})
+        first = server.generate(prompts[6], max_new_tokens=30, session_params={"id": session})
+        rid = first["meta_info"]["id"]
+        more = {"id": session, "rid": rid}
+        second = server.generate(prompts[7][:20], max_new_tokens=30, session_params=more)
+        server.post("/close_session", {"session_id": session})
+        return [first, second]
+
+    answers = pair.lossless(two_turns)
+
+    alone = pair.plain.generate(prompts[7][:20], max_new_tokens=30)
+    assert answers[1]["meta_info"]["prompt_tokens"] > alone["meta_info"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause(pair, prompts, mode):
+    requests = [{"input_ids": prompt, "max_new_tokens": 300, "ignore_eos": True} for prompt in prompts[:4]]
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(pair.dflash.generate_concurrently, requests)
+        while pair.dflash.loads()[0]["num_running_reqs"] == 0 and not running.done():
+            time.sleep(0.02)
+        pair.dflash.post("/pause_generation", {"mode": mode})
+        assert not running.done()
+        pair.dflash.post("/continue_generation", {})
+        answers = running.result()
+
+    assert_same_answers(answers, pair.plain.generate_concurrently(requests))
