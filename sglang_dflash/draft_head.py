@@ -1,10 +1,12 @@
-"""Draft tokens: the target's lm_head over the drafter's rows, and its argmax."""
+"""Draft tokens: an lm_head over the drafter's rows, the target's or the drafter's own, and its argmax."""
 
 from __future__ import annotations
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_dflash.model import DFlashDraftModel
 
 
 class DraftHead:
@@ -14,7 +16,15 @@ class DraftHead:
     crosses ranks. Ties resolve to the lowest token id, as a full argmax would.
     """
 
-    def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator) -> None:
+    def __init__(
+        self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, target_tokens: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            lm_head: over the target's vocabulary, or over the drafter's own.
+            target_tokens: [draft vocabulary] int64, ascending: the target's token for each of the drafter's; None where
+                they are the same.
+        """
         self._lm_head = lm_head
         self._tp_group = tp_group
         shard = lm_head.shard_indices
@@ -22,6 +32,14 @@ class DraftHead:
             raise ValueError(f"DFLASH cannot draft with an lm_head that has {shard.num_added_elements} added tokens.")
         self._num_tokens = shard.num_org_elements
         self._first_token = shard.org_vocab_start_index
+        self._target_tokens = target_tokens
+
+    @classmethod
+    def of(cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator):
+        """The head that a drafter drafts with."""
+        if drafter.dflash_config.draft_vocab_size is None:
+            return cls(target_lm_head, tp_group)
+        return cls(drafter.lm_head, tp_group, drafter.target_tokens)
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fill in the block.
@@ -38,6 +56,8 @@ class DraftHead:
         rows = hidden_states.view(bs, block_size, -1)[:, 1:].reshape(bs * (block_size - 1), -1)
         logits = self._lm_head.quant_method.apply(self._lm_head, rows)[:, : self._num_tokens]
         tokens = self._argmax(logits).view(bs, block_size - 1)
+        if self._target_tokens is not None:
+            tokens = self._target_tokens[tokens]
         return torch.cat((block_ids[:, :1], tokens), dim=1)
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:

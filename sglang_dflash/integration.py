@@ -6,7 +6,7 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dflash import arguments, hooks, memory, requests, verify_logits
+from sglang_dflash import arguments, formats, hooks, memory, requests, verify_logits
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
@@ -45,6 +45,13 @@ HOOKS = [
         function=create_worker,
         why="SGLang has no registry for the worker of a built-in algorithm",
         until="SpeculativeAlgorithm.register accepts DFLASH",
+    ),
+    Hook(
+        target="sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse",
+        kind=HookType.AROUND,
+        function=formats.parse_drafter,
+        why="transformers cannot read the speculators format, and drops windows that a config leaves implicit",
+        until="SGLang reads DFlash drafters of every format itself",
     ),
     Hook(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",

@@ -56,7 +56,7 @@ class DFlashWorker(BaseSpecWorker):
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         keep_model_dtype(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
-        self._draft_head = DraftHead(target_model.lm_head, get_tp_group())
+        self._draft_head = DraftHead.of(draft_model, target_model.lm_head, get_tp_group())
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
         self._draft_spec_info = DFlashVerifyInput(
             draft_token=None,

@@ -112,7 +112,7 @@ def test_config_is_no_json(tmp_path):
 
 def test_model_type_is_unknown(tmp_path):
     message = refusal(speculative_draft_model_path=drafter_with(tmp_path, model_type="no-such-type"))
-    assert "--speculative-draft-model-path" in message and "no-such-type" in message
+    assert message.startswith("model_type='no-such-type' in config.json of drafter ")
 
 
 def test_target_as_drafter():
@@ -165,7 +165,10 @@ def test_drafter_field(tmp_path, fields, named):
         ({"layer_types": ["full_attention"]}, "layer_types=['full_attention']"),
         ({"layer_types": ["full_attention", "odd", "odd"]}, "'odd'"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 0}, "sliding_window=0"),
-        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64, "is_causal": False}, "is_causal=False"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 1}, "sliding_window=1"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
+        ({"use_swa": False}, "use_sliding_window, use_swa=[True, False]"),
+        ({"use_swa": 1}, "use_swa=1"),
         ({"is_causal": "no"}, "is_causal='no'"),
     ],
 )
