@@ -216,6 +216,27 @@ class TargetFacts:
     num_layers: int
     is_recurrent: bool
 
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], path: str) -> TargetFacts:
+        """Read a target's `config.json`; multimodal ones keep the language model in `text_config`.
+
+        Raises:
+            ConfigError: it does not say how large the target is.
+        """
+        text = config.get("text_config", config)
+        for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
+            if not _is_int(text.get(field)):
+                raise ConfigError(f"{field}={text.get(field)!r} in config.json of target {path}: expected an integer.")
+        kinds = set(text.get("layer_types") or [])
+        return cls(
+            path=path,
+            architecture=(config.get("architectures") or ["of unknown architecture"])[0],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            num_layers=text["num_hidden_layers"],
+            is_recurrent=not kinds <= {"full_attention", "sliding_attention", "chunked_attention"},
+        )
+
 
 class _Reader:
     """Fields of a config; newer checkpoints keep DFlash's own inside `dflash_config`, older ones beside it."""

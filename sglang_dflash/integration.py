@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.common import is_flashinfer_available
 
 from sglang_dflash import arguments, formats, hooks, memory, requests, verify_logits
 from sglang_dflash.config import ARCHITECTURE
+from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
 from sglang_dflash.version import __version__
@@ -115,3 +117,5 @@ HOOKS = [
 
 def register() -> None:
     hooks.register(HOOKS)
+    if is_flashinfer_available():
+        hooks.register(FLASHINFER_HOOKS)
