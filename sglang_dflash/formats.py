@@ -28,8 +28,11 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 def is_dflash(raw: dict[str, Any]) -> bool:
     """Whether a `config.json` is that of a DFlash drafter, in any format, and of no other drafter."""
-    is_zlab = ARCHITECTURE in _architectures(raw) and isinstance(raw.get("dflash_config"), dict)
-    return (is_zlab or raw.get("speculators_model_type") == SPECULATORS) and _other_drafter(raw) is None
+    if _other_drafter(raw) is not None:
+        return False
+    if "speculators_model_type" in raw:
+        return raw["speculators_model_type"] == SPECULATORS
+    return ARCHITECTURE in _architectures(raw) and isinstance(raw.get("dflash_config"), dict)
 
 
 def refuse_others(raw: dict[str, Any], path: str) -> None:

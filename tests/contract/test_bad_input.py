@@ -125,6 +125,21 @@ def test_dflash_config_is_no_object(tmp_path):
     assert "is not a DFlash checkpoint" in refusal(speculative_draft_model_path=path)
 
 
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash2 checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "is a Domino checkpoint"),
+        ({"speculators_model_type": "dspark", "model_type": "speculator_model"}, "is a DSpark checkpoint"),
+        ({"speculators_model_type": "eagle3", "model_type": "speculator_model"}, "speculators_model_type='eagle3'"),
+    ],
+)
+def test_other_drafters(tmp_path, config, named):
+    path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config=config)
+    message = refusal(speculative_draft_model_path=path)
+    assert message.startswith(f"--speculative-draft-model-path {path} is ") and named in message
+
+
 # --- a drafter that makes no sense, or was trained for another target -----------------------------------------------
 
 
@@ -335,6 +350,31 @@ def test_unquantised_drafter_of_a_quantised_target():
 def test_target_backend_does_not_suit_the_drafter():
     message = refusal(attention_backend="fa3")
     assert "--attention-backend fa3" in message and "torch_native, triton on cpu" in message
+
+
+# On the right side of a row, in one block.
+NARROW_ON_BOTH_SIDES = {"use_sliding_window": True, "sliding_window": 8, "is_causal": False}
+
+
+def test_layer_that_the_drafters_backend_cannot_mask(tmp_path):
+    path = drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES)
+    message = refusal(speculative_draft_model_path=path, speculative_draft_attention_backend="triton")
+    able = "torch_native" if ON_CPU else "fa3"
+    assert message == (
+        f"layer 0 of drafter {path} has a bidirectional sliding_window=8, narrower than the block of 16: triton cannot "
+        f"limit what a row sees to its right; set --speculative-draft-attention-backend {able}."
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"speculative_draft_attention_backend": "torch_native" if ON_CPU else "fa3"},
+        {"speculative_draft_attention_backend": "triton", "speculative_dflash_block_size": 8},
+    ],
+)
+def test_layer_that_the_drafters_backend_can_mask(tmp_path, flags):
+    resolve(speculative_draft_model_path=drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES), **flags)
 
 
 def test_mixed_chunk_is_switched_off_and_logged(caplog):
