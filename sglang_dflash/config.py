@@ -101,13 +101,16 @@ class DFlashConfig:
         num_layers = read.positive_int("num_hidden_layers")
         num_target_layers = None if is_speculators else read.positive_int("num_target_layers")
         num_heads, num_kv_heads = read.heads()
-        vocab_size = read.positive_int("vocab_size")
+        vocab_size, hidden_size = read.positive_int("vocab_size"), read.positive_int("hidden_size")
+        target_hidden_size = config.get("target_hidden_size")
+        if target_hidden_size not in (None, hidden_size):
+            raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
         # They change no argmax, which is all that is made of a drafter's logits.
         for field in ("output_multiplier", "final_logit_softcapping"):
             read.positive_number(field, default=1.0)
         return cls(
             path=path,
-            hidden_size=read.positive_int("hidden_size"),
+            hidden_size=hidden_size,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=read.positive_int("head_dim"),

@@ -74,7 +74,7 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
     if model_type not in CONFIG_MAPPING:
         raise _error("model_type", model_type, "a type that transformers knows", path)
     if model_type != Qwen3Config.model_type:
-        fields = CONFIG_MAPPING[model_type](**fields).to_dict()
+        fields = CONFIG_MAPPING[model_type].from_dict(fields).to_dict()
     config = Qwen3Config.from_dict(fields | {"model_type": Qwen3Config.model_type})
     config._name_or_path = path
     _settle_rope(config, path)
@@ -114,9 +114,6 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
         raise _error("transformer_layer_config", layers, "the config of the drafter's layers", path)
     if raw.get("sample_from_anchor"):
         raise _error("sample_from_anchor", True, "false: DFlash's first row is the bonus token", path)
-    target_hidden_size = raw.get("target_hidden_size")
-    if target_hidden_size not in (None, layers.get("hidden_size")):
-        raise _error("target_hidden_size", target_hidden_size, "the drafter's own hidden_size", path)
     ids = raw.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise _error("aux_hidden_state_layer_ids", ids, "layer numbers, the embedding being 0", path)
@@ -126,6 +123,7 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
         "speculators_model_type": SPECULATORS,
         "block_size": raw.get("block_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
+        "target_hidden_size": raw.get("target_hidden_size"),
         # Full layers are bidirectional either way.
         "is_causal": False if raw.get("sliding_window_non_causal") else None,
         "dflash_config": {

@@ -120,6 +120,16 @@ def test_speculators_are_read_as_z_lab():
     assert different == {"num_target_layers", "is_speculators"}
 
 
+def test_defaults_that_speculators_leave_out():
+    """It writes a layer config as what differs from the defaults of its class."""
+    drafter = read(SPECULATORS | {"transformer_layer_config": without(LAYERS, "hidden_size", "head_dim", "vocab_size")})
+    assert (drafter.hidden_size, drafter.head_dim, drafter.vocab_size) == (4096, 128, 151936)
+    llama = without(LAYERS, "head_dim", "hidden_size") | {"model_type": "llama"}
+    drafter = read(SPECULATORS | {"transformer_layer_config": llama, "target_hidden_size": 4096})
+    assert (drafter.hidden_size, drafter.head_dim) == (4096, 4096 // drafter.num_attention_heads)
+    assert drafter.layers == (LEFT, LEFT, FULL)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "num_target_layers", "ids"),
     [(5, 36, (1, 9, 17, 25, 33)), (5, 32, (1, 8, 15, 22, 29)), (8, 48, (1, 7, 14, 20, 26, 32, 39, 45)), (1, 36, (18,))],
