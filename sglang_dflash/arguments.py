@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 from transformers import PretrainedConfig
 
-from sglang_dflash import hooks
+from sglang_dflash import formats, hooks
 from sglang_dflash.config import (
     ConfigError,
     DFlashConfig,
@@ -121,7 +121,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
                 "it out, and set --speculative-dflash-block-size instead."
             )
         setattr(server_args, flag, 1)
-    server_args.speculative_draft_attention_backend = draft_attention_backend(server_args)
+    backend = draft_attention_backend(server_args)
+    drafter.check_attention_backend(backend, block_size, DRAFT_BACKENDS[server_args.device.split(":")[0]])
+    server_args.speculative_draft_attention_backend = backend
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
         logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")
@@ -191,12 +193,16 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
     path = server_args.speculative_draft_model_path
     check_checkpoint_path(path)
     try:
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=server_args.speculative_draft_model_revision)
+        formats.refuse_others(raw, path)
         return get_config(
             path,
             trust_remote_code=server_args.trust_remote_code,
             revision=server_args.speculative_draft_model_revision,
             model_override_args=json.loads(server_args.json_model_override_args),
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, StrictDataclassError) as error:
         # transformers names neither the flag nor, for a repository, the path.
         reason = " ".join(str(error).split())

@@ -1,17 +1,24 @@
 """What a DFlash checkpoint says about itself, read once into a frozen object, and checked against its target.
 
-Checkpoint format: z-lab's `config.json` (https://github.com/z-lab/dflash), a Qwen3 config with `block_size` and
-`dflash_config`.
+Reads z-lab's `config.json`, a Qwen3 config with `block_size` and `dflash_config`, which `formats.py` makes of every
+checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 ARCHITECTURE = "DFlashDraftModel"
+# `speculators_model_type` of a checkpoint in the speculators format.
+SPECULATORS = "dflash"
+
+# Attention backends that limit the keys on both sides of a query. The others limit those on its left, and those on its
+# right by causality only.
+TWO_SIDED_BACKENDS = ("fa3", "torch_native")
 
 
 class ConfigError(ValueError):
@@ -23,12 +30,17 @@ class LayerAttention:
     """How one drafter layer masks.
 
     Attributes:
-        window: a query at position p sees keys in (p - window, p], exactly `window` of them; None is unlimited.
-        causal: whether a block row sees only the rows before it; False is bidirectional inside the block.
+        window: a query at position p sees keys k with |p - k| < window: causally the `window` of them in
+            (p - window, p], else also those in (p, p + window). None is unlimited.
+        causal: whether a block row sees only itself and the rows before it; False is bidirectional inside the block.
     """
 
     window: int | None
     causal: bool
+
+    def __str__(self) -> str:
+        reach = "full" if self.window is None else f"sliding {self.window}"
+        return f"{reach}, {'causal' if self.causal else 'bidirectional'}"
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,15 @@ class DFlashConfig:
     Attributes:
         target_layer_ids: the target layers whose *output* is a context feature, in concatenation order
             (HF `hidden_states[id + 1]`).
-        num_target_layers: layers of the target that the drafter was trained for.
+        num_target_layers: layers of the target that the drafter was trained for; None where the format has no field
+            for it.
         block_size: rows of one block: the bonus token and `block_size - 1` mask tokens.
         layers: the mask of every drafter layer.
+        draft_vocab_size: tokens of a drafter that has an lm_head of its own, for a part of the target's vocabulary;
+            None where it drafts with the target's.
+        input_embedding_scale: what the rows of the target's embedding table are multiplied by.
+        rope_type: "default", "linear", "yarn" or "llama3".
+        is_speculators: in the speculators format, else in z-lab's.
     """
 
     path: str
@@ -54,8 +72,12 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     layers: tuple[LayerAttention, ...]
+    draft_vocab_size: int | None
+    input_embedding_scale: float
+    rope_type: str
+    is_speculators: bool
 
     @property
     def window(self) -> int | None:
@@ -65,78 +87,111 @@ class DFlashConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], path: str) -> DFlashConfig:
-        """Read a z-lab style `config.json`.
+        """Read z-lab's fields, settled by :func:`formats.to_qwen3_config`.
 
         Args:
-            config: the parsed file.
-            path: where it came from, for messages.
+            config: the fields.
+            path: where they came from, for messages.
 
         Raises:
-            ConfigError: not a DFlash checkpoint, or a field is missing or makes no sense.
+            ConfigError: a field is missing or makes no sense.
         """
-        architectures = config.get("architectures") or []
-        has_dflash = isinstance(config.get("dflash_config"), dict)
-        if ARCHITECTURE not in architectures or not has_dflash:
-            raise ConfigError(
-                f"--speculative-draft-model-path {path} is not a DFlash checkpoint: its config.json has "
-                f"architectures={architectures} and {'a' if has_dflash else 'no'} dflash_config; "
-                f"expected architectures=['{ARCHITECTURE}'] and a dflash_config."
-            )
         read = _Reader(config, path)
+        is_speculators = config.get("speculators_model_type") == SPECULATORS
         num_layers = read.positive_int("num_hidden_layers")
-        num_target_layers = read.positive_int("num_target_layers")
+        num_target_layers = None if is_speculators else read.positive_int("num_target_layers")
         num_heads, num_kv_heads = read.heads()
+        vocab_size, hidden_size = read.positive_int("vocab_size"), read.positive_int("hidden_size")
+        target_hidden_size = config.get("target_hidden_size")
+        if target_hidden_size not in (None, hidden_size):
+            raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
+        # They change no argmax, which is all that is made of a drafter's logits.
+        for field in ("output_multiplier", "final_logit_softcapping"):
+            read.positive_number(field, default=1.0)
         return cls(
             path=path,
-            hidden_size=read.positive_int("hidden_size"),
+            hidden_size=hidden_size,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=read.positive_int("head_dim"),
             intermediate_size=read.positive_int("intermediate_size"),
             attention_bias=bool(config.get("attention_bias", False)),
-            vocab_size=read.positive_int("vocab_size"),
+            vocab_size=vocab_size,
             block_size=read.block_size(),
             mask_token_id=read.mask_token_id(),
             target_layer_ids=read.target_layer_ids(num_layers, num_target_layers),
             num_target_layers=num_target_layers,
             layers=read.layers(num_layers),
+            draft_vocab_size=read.draft_vocab_size(vocab_size),
+            input_embedding_scale=read.positive_number("input_embedding_scale", default=1.0),
+            rope_type=config["rope_parameters"]["rope_type"],
+            is_speculators=is_speculators,
         )
 
     def check_target(self, target: TargetFacts) -> None:
         """Raise :class:`ConfigError` naming the first field that does not fit the target."""
+        for mismatch in self.mismatches(target):
+            raise ConfigError(mismatch)
+
+    def mismatches(self, target: TargetFacts) -> list[str]:
+        """A sentence for every field that does not fit the target."""
         where = f"drafter {self.path}"
+        found = []
         if target.is_recurrent:
-            raise ConfigError(
+            found.append(
                 f"the target {target.path} ({target.architecture}) has recurrent layers (Mamba, linear attention), "
                 "whose state DFLASH cannot take back to the accepted prefix yet."
             )
         if self.hidden_size != target.hidden_size:
-            raise ConfigError(
+            found.append(
                 f"hidden_size={self.hidden_size} of {where} does not fit the target {target.path}, which has "
                 f"hidden_size={target.hidden_size}: the drafter reads the target's embedding and hidden states."
             )
         if self.vocab_size != target.vocab_size:
-            raise ConfigError(
+            found.append(
                 f"vocab_size={self.vocab_size} of {where} does not fit the target {target.path}, which has "
-                f"vocab_size={target.vocab_size}: the drafter drafts with the target's lm_head."
+                f"vocab_size={target.vocab_size}: the drafter drafts the target's tokens."
             )
-        if self.num_target_layers != target.num_layers:
-            raise ConfigError(
+        if self.num_target_layers not in (None, target.num_layers):
+            found.append(
                 f"num_target_layers={self.num_target_layers} of {where} does not fit the target {target.path}, "
                 f"which has num_hidden_layers={target.num_layers}."
             )
         # SGLang captures the input of layer id + 1, so the output of the last layer is out of its reach.
         bad = [i for i in self.target_layer_ids if not 0 <= i < target.num_layers - 1]
         if bad:
-            raise ConfigError(
-                f"dflash_config.target_layer_ids={list(self.target_layer_ids)} of {where} names {bad}; the target "
-                f"{target.path} has {target.num_layers} layers, of which 0 to {target.num_layers - 2} can be captured."
+            # As the checkpoint writes them.
+            field, first = ("aux_hidden_state_layer_ids", 1) if self.is_speculators else ("target_layer_ids", 0)
+            found.append(
+                f"{field}={[i + first for i in self.target_layer_ids]} of {where} names {[i + first for i in bad]}; "
+                f"the target {target.path} has {target.num_layers} layers, of which {first} to "
+                f"{target.num_layers - 2 + first} can be captured."
             )
         if not 0 <= self.mask_token_id < target.vocab_size:
-            raise ConfigError(
-                f"dflash_config.mask_token_id={self.mask_token_id} of {where} is not a token of the target "
+            found.append(
+                f"mask_token_id={self.mask_token_id} of {where} is not a token of the target "
                 f"{target.path}, which has vocab_size={target.vocab_size}."
             )
+        return found
+
+    def check_attention_backend(self, backend: str, block_size: int, choices: tuple[str, ...]) -> None:
+        """Raise :class:`ConfigError` naming the first layer whose mask the drafter's attention backend cannot draw.
+
+        Args:
+            backend: of the drafter.
+            block_size: rows of a served block. None of them is further to the right of another than that.
+            choices: the backends that the device offers.
+        """
+        if backend in TWO_SIDED_BACKENDS:
+            return
+        for i, layer in enumerate(self.layers):
+            if layer.window is not None and not layer.causal and layer.window < block_size:
+                able = [choice for choice in choices if choice in TWO_SIDED_BACKENDS]
+                raise ConfigError(
+                    f"layer {i} of drafter {self.path} has a bidirectional sliding_window={layer.window}, narrower "
+                    f"than the block of {block_size}: {backend} cannot limit what a row sees to its right; set "
+                    f"--speculative-draft-attention-backend {' or '.join(able)}."
+                )
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Raise :class:`ConfigError` naming the field that cannot be spread over `tp_size` ranks."""
@@ -164,8 +219,31 @@ class TargetFacts:
     num_layers: int
     is_recurrent: bool
 
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], path: str) -> TargetFacts:
+        """Read a target's `config.json`; multimodal ones keep the language model in `text_config`.
+
+        Raises:
+            ConfigError: it does not say how large the target is.
+        """
+        text = config.get("text_config", config)
+        for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
+            if not _is_int(text.get(field)):
+                raise ConfigError(f"{field}={text.get(field)!r} in config.json of target {path}: expected an integer.")
+        kinds = set(text.get("layer_types") or [])
+        return cls(
+            path=path,
+            architecture=(config.get("architectures") or ["of unknown architecture"])[0],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            num_layers=text["num_hidden_layers"],
+            is_recurrent=not kinds <= {"full_attention", "sliding_attention", "chunked_attention"},
+        )
+
 
 class _Reader:
+    """Fields of a config; newer checkpoints keep DFlash's own inside `dflash_config`, older ones beside it."""
+
     def __init__(self, config: dict[str, Any], path: str):
         self.config = config
         self.dflash = config["dflash_config"]
@@ -174,12 +252,23 @@ class _Reader:
     def error(self, field: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"{field}={value!r} in config.json of drafter {self.path}: expected {expected}.")
 
+    def get(self, field: str) -> Any:
+        value = self.dflash.get(field)
+        return self.config.get(field) if value is None else value
+
     def positive_int(self, field: str) -> int:
-        # Some checkpoints keep DFlash's own fields inside `dflash_config`.
-        value = self.dflash.get(field, self.config.get(field))
+        value = self.get(field)
         if not _is_int(value) or value <= 0:
             raise self.error(field, value, "a positive integer")
         return value
+
+    def positive_number(self, field: str, default: float) -> float:
+        value = self.get(field)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(field, value, "a positive number")
+        return float(value)
 
     def block_size(self) -> int:
         value = self.positive_int("block_size")
@@ -194,26 +283,32 @@ class _Reader:
         return heads, kv_heads
 
     def mask_token_id(self) -> int:
-        value = self.dflash.get("mask_token_id", self.config.get("mask_token_id"))
+        value = self.get("mask_token_id")
         if not _is_int(value):
-            raise self.error("dflash_config.mask_token_id", value, "a token id")
+            raise self.error("mask_token_id", value, "a token id")
         return value
 
-    def target_layer_ids(self, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-        ids = self.dflash.get("target_layer_ids")
+    def draft_vocab_size(self, vocab_size: int) -> int | None:
+        if self.config.get("draft_vocab_size") is None:
+            return None
+        value = self.positive_int("draft_vocab_size")
+        if value > vocab_size:
+            raise self.error("draft_vocab_size", value, f"at most vocab_size={vocab_size}")
+        return value if value < vocab_size else None
+
+    def target_layer_ids(self, num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
+        ids = self.get("target_layer_ids")
         if ids is None:
             ids = default_target_layer_ids(num_layers, num_target_layers)
         if not _is_ascending(ids):
-            raise self.error("dflash_config.target_layer_ids", ids, "ascending, distinct layer numbers")
+            raise self.error("target_layer_ids", ids, "ascending, distinct layer numbers")
         return tuple(ids)
 
     def layers(self, num_layers: int) -> tuple[LayerAttention, ...]:
-        kinds = self.config.get("layer_types")
-        if kinds is None or not self.config.get("use_sliding_window", True):
-            kinds = ["full_attention"] * num_layers
+        kinds = self.config["layer_types"]
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise self.error("layer_types", kinds, f"one entry for each of {num_layers} layers")
-        is_causal = self.dflash.get("is_causal", self.config.get("is_causal"))
+        is_causal = self.get("is_causal")
         if is_causal not in (None, True, False):
             raise self.error("is_causal", is_causal, "true, false or nothing")
         return tuple(self._layer(kind, is_causal) for kind in kinds)
@@ -223,11 +318,10 @@ class _Reader:
             return LayerAttention(window=None, causal=bool(is_causal))
         if kind == "sliding_attention":
             window = self.config.get("sliding_window")
-            if not _is_int(window) or window <= 0:
-                raise self.error("sliding_window", window, "a positive integer, as layer_types has sliding layers")
-            if is_causal is False:
-                raise self.error("is_causal", is_causal, "causal sliding layers; symmetric windows are not supported")
-            return LayerAttention(window=window, causal=True)
+            # SGLang counts the keys beside the query, and takes 0 for no window (`RadixAttention`).
+            if not _is_int(window) or window < 2:
+                raise self.error("sliding_window", window, "2 or more, as layer_types has sliding layers")
+            return LayerAttention(window=window, causal=is_causal is not False)
         raise self.error("layer_types", kind, "'full_attention' or 'sliding_attention'")
 
 

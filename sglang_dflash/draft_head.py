@@ -1,10 +1,12 @@
-"""Draft tokens: the target's lm_head over the drafter's rows, and its argmax over the whole vocabulary."""
+"""Draft tokens: the argmax of an lm_head, the target's or the drafter's own, over the drafter's rows."""
 
 from __future__ import annotations
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_dflash.model import DFlashDraftModel
 
 # Integers of a float's width: its bits, read as one, order like the float where it is not negative.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -23,14 +25,19 @@ class DraftHead:
     All ranks hold the same keys afterwards, and so the same block, whatever each of them computed: a rank whose logits
     are off by a rounding error changes what is drafted, never on one rank only. Ties resolve to the lowest token id on
     any number of ranks, as in an argmax over the full vocabulary, so tp 1 and tp 2 draft the same from equal logits.
-
-    Args:
-        lm_head: the target's. Its shard has a part of the original vocabulary, padding, a part of the vocabulary that
-            was added to it, and padding; a part may be empty.
-        tp_group: the ranks among which `lm_head` is sharded.
     """
 
-    def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator) -> None:
+    def __init__(
+        self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, target_tokens: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            lm_head: over the target's vocabulary, or over the drafter's own. Its shard has a part of the original
+                vocabulary, padding, a part of the vocabulary that was added to it, and padding; a part may be empty.
+            tp_group: the ranks among which `lm_head` is sharded.
+            target_tokens: [draft vocabulary] int64, ascending: the target's token for each of the drafter's; None where
+                they are the same.
+        """
         self._lm_head = lm_head
         self._tp_group = tp_group
         shard = lm_head.shard_indices
@@ -41,6 +48,14 @@ class DraftHead:
         # (first column, columns, token id of the first column)
         self._parts = [part for part in parts if part[1]]
         self._is_whole = tp_group.world_size == 1 and len(self._parts) == 1
+        self._target_tokens = target_tokens
+
+    @classmethod
+    def of(cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator):
+        """The head that a drafter drafts with."""
+        if drafter.dflash_config.draft_vocab_size is None:
+            return cls(target_lm_head, tp_group)
+        return cls(drafter.lm_head, tp_group, drafter.target_tokens)
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fill in the block.
@@ -55,8 +70,10 @@ class DraftHead:
         bs, block_size = block_ids.shape
         # Row 0 predicts the bonus token, which is already known.
         rows = hidden_states.view(bs, block_size, -1)[:, 1:].reshape(bs * (block_size - 1), -1)
-        tokens = self.argmax(self._lm_head.quant_method.apply(self._lm_head, rows)).view(bs, block_size - 1)
-        return torch.cat((block_ids[:, :1], tokens), dim=1)
+        tokens = self.argmax(self._lm_head.quant_method.apply(self._lm_head, rows))
+        if self._target_tokens is not None:
+            tokens = self._target_tokens[tokens]
+        return torch.cat((block_ids[:, :1], tokens.view(bs, block_size - 1)), dim=1)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Token with the largest logit among all ranks, the lowest id of equals.

@@ -23,6 +23,8 @@ def build_draft_worker(
         attention_backend=backend,
         prefill_attention_backend=None,
         decode_attention_backend=None,
+        # A checkpoint may name another dtype, or none.
+        dtype=str(target_worker.model_runner.dtype).removeprefix("torch."),
         context_length=target_worker.model_runner.model_config.context_len,
         load_format=server_args.speculative_draft_load_format or server_args.load_format,
         # The target's resolved value lives in the schedule, not in its arguments.

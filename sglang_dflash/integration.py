@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.common import is_flashinfer_available
 
-from sglang_dflash import arguments, hidden_states, hooks, memory, requests, sampling, verify_logits
+from sglang_dflash import arguments, formats, hidden_states, hooks, memory, requests, sampling, verify_logits
 from sglang_dflash.config import ARCHITECTURE
+from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
 from sglang_dflash.version import __version__
@@ -45,6 +47,13 @@ HOOKS = [
         function=create_worker,
         why="SGLang has no registry for the worker of a built-in algorithm",
         until="SpeculativeAlgorithm.register accepts DFLASH",
+    ),
+    Hook(
+        target="sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse",
+        kind=HookType.AROUND,
+        function=formats.parse_drafter,
+        why="transformers cannot read the speculators format, and drops windows that a config leaves implicit",
+        until="SGLang reads DFlash drafters of every format itself",
     ),
     Hook(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
@@ -136,3 +145,5 @@ HOOKS = [
 
 def register() -> None:
     hooks.register(HOOKS)
+    if is_flashinfer_available():
+        hooks.register(FLASHINFER_HOOKS)

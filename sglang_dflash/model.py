@@ -11,13 +11,16 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
 from sglang.srt.models.qwen3 import Qwen3DecoderLayer
 from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.config import ConfigError, DFlashConfig, LayerAttention
+from sglang_dflash.tensors import checkpoint_name, draft_to_target, expected_tensors, spare_tensors, tensor_problems
 
 # Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
 _FUSED = (
@@ -63,16 +66,26 @@ class DFlashDraftModel(nn.Module):
             for i, mask in enumerate(self.dflash_config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        draft_vocab_size = self.dflash_config.draft_vocab_size
+        if draft_vocab_size is not None:
+            self.lm_head = ParallelLMHead(draft_vocab_size, config.hidden_size, prefix=add_prefix("lm_head", prefix))
+            self.register_buffer("target_tokens", torch.empty(draft_vocab_size, dtype=torch.int64))
         self._target_embedding: list[nn.Module] = []
+        self._embedding_scale = 1.0
 
     def use_target_embedding(self, embedding: nn.Module) -> None:
         """Draft with the target's embedding; it stays the target's module, so no state dict of ours holds it."""
         self._target_embedding = [embedding]
+        if self.dflash_config.input_embedding_scale != 1.0:
+            # The config scales the rows of the table; Gemma's module has already scaled them by its own factor.
+            applied = embedding.embed_scale if isinstance(embedding, Gemma3TextScaledWordEmbedding) else 1.0
+            self._embedding_scale = self.dflash_config.input_embedding_scale / applied
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Block rows before the first layer, [bs * B, H]. SGLang looks for this name: a model that has it gets no
         `input_embeds` buffer in its CUDA graphs."""
-        return self._target_embedding[0](input_ids)
+        rows = self._target_embedding[0](input_ids)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     def get_attention_sliding_window_size(self) -> int | None:
         """In SGLang's terms: the keys to the left of the query."""
@@ -99,58 +112,30 @@ class DFlashDraftModel(nn.Module):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a z-lab checkpoint.
+        """Load a checkpoint.
 
         Raises:
             ConfigError: listing every missing, unexpected or wrongly shaped tensor.
         """
-        expected = expected_tensors(self.dflash_config)
+        config = self.dflash_config
+        expected, spare = expected_tensors(config), spare_tensors(config)
         params = dict(self.named_parameters())
-        seen: set[str] = set()
-        problems: list[str] = []
-        for name, tensor in weights:
-            name = name.removeprefix("model.")
-            if name not in expected:
-                problems.append(f"unexpected {name} {list(tensor.shape)}")
+        found: dict[str, tuple[int, ...]] = {}
+        vocabulary: dict[str, torch.Tensor] = {}
+        for full_name, tensor in weights:
+            found[full_name] = tuple(tensor.shape)
+            name = checkpoint_name(full_name)
+            if found[full_name] != (spare | expected).get(name):
                 continue
-            seen.add(name)
-            if tuple(tensor.shape) != expected[name]:
-                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
-                continue
-            _load(params, name, tensor)
-        problems += [f"missing {name} {list(expected[name])}" for name in expected if name not in seen]
+            if name in ("d2t", "t2d"):
+                vocabulary[name] = tensor
+            elif name in expected:
+                _load(params, name, tensor)
+        problems = tensor_problems(config, found)
         if problems:
-            raise ConfigError(f"drafter {self.dflash_config.path} does not load: " + "; ".join(problems) + ".")
-
-
-def expected_tensors(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a z-lab checkpoint with this config."""
-    hidden, head = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
-    expected = {
-        "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for i in range(len(config.layers)):
-        layer = {
-            "self_attn.q_proj.weight": (q_size, hidden),
-            "self_attn.k_proj.weight": (kv_size, hidden),
-            "self_attn.v_proj.weight": (kv_size, hidden),
-            "self_attn.o_proj.weight": (hidden, q_size),
-            "self_attn.q_norm.weight": (head,),
-            "self_attn.k_norm.weight": (head,),
-            "mlp.gate_proj.weight": (config.intermediate_size, hidden),
-            "mlp.up_proj.weight": (config.intermediate_size, hidden),
-            "mlp.down_proj.weight": (hidden, config.intermediate_size),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        if config.attention_bias:
-            sizes = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size), ("o_proj", hidden))
-            layer |= {f"self_attn.{proj}.bias": (size,) for proj, size in sizes}
-        expected |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return expected
+            raise ConfigError(f"drafter {config.path} does not load: " + "; ".join(problems) + ".")
+        if config.draft_vocab_size is not None:
+            self.target_tokens.copy_(draft_to_target(vocabulary["d2t"], vocabulary.get("t2d"), config))
 
 
 def _load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class DFlashWorker(BaseSpecWorker):
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
-        self._draft_head = DraftHead(target_model.lm_head, get_tp_group())
+        self._draft_head = DraftHead.of(draft_model, target_model.lm_head, get_tp_group())
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
         self._draft_spec_info = DFlashVerifyInput(
             draft_token=None,

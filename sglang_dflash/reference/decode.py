@@ -156,7 +156,7 @@ def draft_block(
     block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
     context_positions = torch.arange(seq_len, device=target.device)
     hidden = drafter(block_embeds[None, None], block_positions[None, None], context_kv, context_positions[None])
-    return target.get_output_embeddings()(hidden[0, 0, 1:].to(target.dtype)).argmax(-1)
+    return drafter.draft_tokens(hidden[0, 0, 1:], target.get_output_embeddings())
 
 
 def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:

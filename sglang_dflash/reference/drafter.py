@@ -18,13 +18,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LayerKV = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The fields of a z-lab style `config.json` that shape the drafter."""
+    """The fields of a `config.json` that shape the drafter; `rope` is the same config, for transformers' RoPE."""
 
     hidden_size: int
     intermediate_size: int
@@ -33,31 +35,39 @@ class ReferenceConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Qwen3Config
+    attention_bias: bool
+    input_embedding_scale: float
     vocab_size: int
+    draft_vocab_size: int
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
     layer_types: tuple[str, ...]
     sliding_window: int | None
     is_causal: bool | None
 
     @classmethod
     def from_dict(cls, config: dict) -> "ReferenceConfig":
-        """Read a z-lab `config.json`.
+        """Read a `config.json` of z-lab or speculators.
 
         `use_sliding_window: false`, or no `layer_types`, makes every layer full. `is_causal` is None when the
         config does not say: then full layers are bidirectional in the block and sliding layers causal.
         """
-        if config.get("rope_scaling"):
-            raise ValueError("ReferenceDrafter supports plain RoPE only, the config has rope_scaling")
+        if "speculators_model_type" in config:
+            config = _from_speculators(config)
+        own = config | {name: value for name, value in config["dflash_config"].items() if value is not None}
         num_layers = config["num_hidden_layers"]
         layer_types = config.get("layer_types")
-        if not config.get("use_sliding_window") or layer_types is None:
+        if not config.get("use_sliding_window", True) or layer_types is None:
             layer_types = ["full_attention"] * num_layers
         if len(layer_types) != num_layers:
             raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+        target_layer_ids = own.get("target_layer_ids")
+        if target_layer_ids is None:
+            last, count = own["num_target_layers"] - 3, num_layers
+            spaced = [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else None
+            target_layer_ids = spaced or [own["num_target_layers"] // 2]
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -66,16 +76,29 @@ class ReferenceConfig:
             num_key_value_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
             rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=config["rope_theta"],
+            rope=Qwen3Config.from_dict(config),
+            attention_bias=config.get("attention_bias", False),
+            input_embedding_scale=own.get("input_embedding_scale", 1.0),
             vocab_size=config["vocab_size"],
-            block_size=config["block_size"],
-            mask_token_id=config["dflash_config"]["mask_token_id"],
-            target_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
-            num_target_layers=config["num_target_layers"],
+            draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
+            block_size=own["block_size"],
+            mask_token_id=own["mask_token_id"],
+            target_layer_ids=tuple(target_layer_ids),
             layer_types=tuple(layer_types),
             sliding_window=config.get("sliding_window"),
-            is_causal=config.get("is_causal"),
+            is_causal=own.get("is_causal"),
         )
+
+
+def _from_speculators(config: dict) -> dict:
+    dflash_config = {
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [i - 1 for i in config["aux_hidden_state_layer_ids"]],
+        "is_causal": False if config["sliding_window_non_causal"] else None,
+    }
+    layers = config["transformer_layer_config"]
+    return layers | {"draft_vocab_size": config["draft_vocab_size"], "dflash_config": dflash_config}
 
 
 def block_masks(config: ReferenceConfig, context_positions: Tensor, block_positions: Tensor) -> dict[str, Tensor]:
@@ -131,8 +154,8 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def rope_cos_sin(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of neox-style RoPE.
+def rope_cos_sin(positions: Tensor, config: Qwen3Config) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of neox-style RoPE, with the config's scaling.
 
     Args:
         positions: [N, L] int64.
@@ -140,10 +163,15 @@ def rope_cos_sin(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
     Returns:
         cos, sin: [N, 1, L, head_dim] float32, the half of the frequencies repeated twice.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() * theta**-exponents
+    rope_type, scale = config.rope_parameters["rope_type"], 1.0
+    if rope_type == "default":
+        exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
+        frequencies = config.rope_parameters["rope_theta"] ** -exponents
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, positions.device)
+    angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -161,10 +189,10 @@ class DFlashAttention(nn.Module):
         self.queries_per_kv = config.num_attention_heads // config.num_key_value_heads
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -221,9 +249,9 @@ class DFlashLayer(nn.Module):
 
 
 class ReferenceDrafter(nn.Module):
-    """The drafter; embedding and lm_head are the target's and stay outside.
+    """The drafter; embedding and lm_head are the target's and stay outside, but for an lm_head over fewer tokens.
 
-    The module tree gives the z-lab tensor names (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...).
+    The module tree gives the tensor names of the checkpoints (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...).
     """
 
     def __init__(self, config: dict):
@@ -234,13 +262,26 @@ class ReferenceDrafter(nn.Module):
         self.hidden_norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(self.config, kind) for kind in self.config.layer_types)
         self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        self.has_own_head = self.config.draft_vocab_size < self.config.vocab_size
+        if self.has_own_head:
+            self.lm_head = nn.Linear(self.config.hidden_size, self.config.draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceDrafter":
-        """Load a folder with `config.json` and `model.safetensors`; every tensor must match by name."""
+        """Load a folder with `config.json` and `model.safetensors`; every tensor must match by name.
+
+        A speculators checkpoint may have copies of the target's tensors, which are the target's to say.
+        """
         path = Path(path)
-        drafter = cls(json.loads((path / "config.json").read_text()))
-        drafter.load_state_dict(load_file(path / "model.safetensors"))
+        config = json.loads((path / "config.json").read_text())
+        drafter = cls(config)
+        tensors = load_file(path / "model.safetensors")
+        if "speculators_model_type" in config:
+            copies = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"}
+            copies |= set() if drafter.has_own_head else {"lm_head.weight", "d2t"}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        drafter.load_state_dict(tensors)
         return drafter.to(dtype).eval()
 
     def project_context(self, features: Tensor, positions: Tensor) -> list[LayerKV]:
@@ -277,10 +318,17 @@ class ReferenceDrafter(nn.Module):
         """
         masks = block_masks(self.config, context_positions, block_positions)
         cos, sin = self._rope(block_positions.flatten(1))
-        x = block_embeds.flatten(1, 2)
+        x = block_embeds.flatten(1, 2) * self.config.input_embedding_scale
         for layer, layer_kv in zip(self.layers, context_kv, strict=True):
             x = layer(x, cos, sin, layer_kv, masks[layer.layer_type])
         return self.norm(x).view_as(block_embeds)
 
+    def draft_tokens(self, hidden: Tensor, target_head: nn.Module) -> Tensor:
+        """Rows [L, hidden] of the drafter -> [L] int64, the target's tokens that they predict."""
+        if not self.has_own_head:
+            return target_head(hidden.to(target_head.weight.dtype)).argmax(-1)
+        tokens = self.lm_head(hidden).argmax(-1)
+        return tokens + self.d2t[tokens]
+
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_cos_sin(positions, self.config.head_dim, self.config.rope_theta)
+        return rope_cos_sin(positions, self.config.rope)

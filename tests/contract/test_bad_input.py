@@ -112,7 +112,7 @@ def test_config_is_no_json(tmp_path):
 
 def test_model_type_is_unknown(tmp_path):
     message = refusal(speculative_draft_model_path=drafter_with(tmp_path, model_type="no-such-type"))
-    assert "--speculative-draft-model-path" in message and "no-such-type" in message
+    assert message.startswith("model_type='no-such-type' in config.json of drafter ")
 
 
 def test_target_as_drafter():
@@ -123,6 +123,21 @@ def test_target_as_drafter():
 def test_dflash_config_is_no_object(tmp_path):
     path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config={"dflash_config": [1, 2]})
     assert "is not a DFlash checkpoint" in refusal(speculative_draft_model_path=path)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash2 checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "is a Domino checkpoint"),
+        ({"speculators_model_type": "dspark", "model_type": "speculator_model"}, "is a DSpark checkpoint"),
+        ({"speculators_model_type": "eagle3", "model_type": "speculator_model"}, "speculators_model_type='eagle3'"),
+    ],
+)
+def test_other_drafters(tmp_path, config, named):
+    path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config=config)
+    message = refusal(speculative_draft_model_path=path)
+    assert message.startswith(f"--speculative-draft-model-path {path} is ") and named in message
 
 
 # --- a drafter that makes no sense, or was trained for another target -----------------------------------------------
@@ -165,7 +180,10 @@ def test_drafter_field(tmp_path, fields, named):
         ({"layer_types": ["full_attention"]}, "layer_types=['full_attention']"),
         ({"layer_types": ["full_attention", "odd", "odd"]}, "'odd'"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 0}, "sliding_window=0"),
-        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64, "is_causal": False}, "is_causal=False"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 1}, "sliding_window=1"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
+        ({"use_swa": False}, "use_sliding_window, use_swa=[True, False]"),
+        ({"use_swa": 1}, "use_swa=1"),
         ({"is_causal": "no"}, "is_causal='no'"),
     ],
 )
@@ -332,6 +350,31 @@ def test_unquantised_drafter_of_a_quantised_target():
 def test_target_backend_does_not_suit_the_drafter():
     message = refusal(attention_backend="fa3")
     assert "--attention-backend fa3" in message and "torch_native, triton on cpu" in message
+
+
+# On the right side of a row, in one block.
+NARROW_ON_BOTH_SIDES = {"use_sliding_window": True, "sliding_window": 8, "is_causal": False}
+
+
+def test_layer_that_the_drafters_backend_cannot_mask(tmp_path):
+    path = drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES)
+    message = refusal(speculative_draft_model_path=path, speculative_draft_attention_backend="triton")
+    able = "torch_native" if ON_CPU else "fa3"
+    assert message == (
+        f"layer 0 of drafter {path} has a bidirectional sliding_window=8, narrower than the block of 16: triton cannot "
+        f"limit what a row sees to its right; set --speculative-draft-attention-backend {able}."
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"speculative_draft_attention_backend": "torch_native" if ON_CPU else "fa3"},
+        {"speculative_draft_attention_backend": "triton", "speculative_dflash_block_size": 8},
+    ],
+)
+def test_layer_that_the_drafters_backend_can_mask(tmp_path, flags):
+    resolve(speculative_draft_model_path=drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES), **flags)
 
 
 def test_mixed_chunk_is_switched_off_and_logged(caplog):

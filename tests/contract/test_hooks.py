@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash import hooks
 from sglang_dflash.cpu.hooks import CPU_HOOKS
+from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.integration import HOOKS
 from sglang_dflash.plugin import CREATE_WORKER
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -22,7 +23,7 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 load_plugins()
 
 ON_CPU = not torch.cuda.is_available()
-ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else [])]
+ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else FLASHINFER_HOOKS)]
 
 # What a process of a server does first. `resolve(dflash=...)` completes the arguments of one server.
 PRELUDE = f"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,11 +19,11 @@ EOS = 0
 class Oracle:
     """`dflash_generate` in float32; remembers what it has computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: Path = DRAFTER_DIR) -> None:
         # One thread, as the servers have.
         torch.set_num_threads(1)
         self._target = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32).eval()
-        self._drafter = ReferenceDrafter.from_pretrained(DRAFTER_DIR, torch.float32)
+        self._drafter = ReferenceDrafter.from_pretrained(drafter, torch.float32)
         self._generate = functools.cache(self._compute)
 
     def generate(

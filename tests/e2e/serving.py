@@ -317,6 +317,10 @@ class ServerKeeper:
     def server(self, settings: Settings, dflash: bool) -> Server:
         return self._get([(settings, dflash)])[0]
 
+    def two(self, first: Settings, second: Settings) -> tuple[Server, Server]:
+        """Two servers with DFLASH, which start at the same time."""
+        return tuple(self._get([(first, True), (second, True)]))
+
     def stop(self) -> None:
         for key in list(self._servers):
             self._servers.pop(key).stop()

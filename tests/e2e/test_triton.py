@@ -1,8 +1,14 @@
 """SGLang's Triton attention, the kernels a GPU would run, through Triton's interpreter."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings
+from serving import ENV, Settings
 
 NEW_TOKENS = 10
 
@@ -35,3 +41,16 @@ def test_backends_of_target_and_drafter(pair, prompts, oracle, draft_backend):
 
     for prompt, answer in zip(some, answers):
         assert_same_cycles(answer, oracle.generate(prompt, NEW_TOKENS, ignore_eos=True))
+
+
+@pytest.mark.slow
+def test_masks(tmp_path):
+    """Every mask of a drafter layer that triton draws, and that the one it is refused for would be wrong."""
+    script, output = Path(__file__).parents[1] / "masks.py", tmp_path / "errors.json"
+    command = [sys.executable, script, "triton", "float32", "16", "8", "2", "128", output]
+    environment = os.environ | ENV | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    errors = json.loads(output.read_text())
+    assert errors.pop("refused: sliding 8, causal=False") > 0.1
+    assert len(errors) == 7 and max(errors.values()) < 1e-5

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_reference import dense_attention
 
 from sglang_dflash.cpu.platform import cpu_engine
 
@@ -30,18 +31,28 @@ class Case:
     pool has the context's, the forward brings the rest.
     """
 
-    def __init__(self, context_lens, query_lens, num_heads=4, num_kv_heads=2, page_size=1, swa_pool=False, seed=0):
+    def __init__(
+        self,
+        context_lens,
+        query_lens,
+        num_heads=4,
+        num_kv_heads=2,
+        page_size=1,
+        swa_pool=False,
+        head_dim=HEAD_DIM,
+        seed=0,
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
             return torch.randn(*shape, generator=generator)
 
         self.context_lens, self.query_lens = context_lens, query_lens
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         total_lens = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
-        self.queries = randn(sum(query_lens), num_heads, HEAD_DIM)
-        self.keys = [randn(length, num_kv_heads, HEAD_DIM) for length in total_lens]
-        self.values = [randn(length, num_kv_heads, HEAD_DIM) for length in total_lens]
+        self.queries = randn(sum(query_lens), num_heads, head_dim)
+        self.keys = [randn(length, num_kv_heads, head_dim) for length in total_lens]
+        self.values = [randn(length, num_kv_heads, head_dim) for length in total_lens]
 
         self.req_to_token_pool = ReqToTokenPool(len(context_lens) + 3, 256, "cpu", False)
         self.req_pool_indices = torch.randperm(len(context_lens) + 3, generator=generator)[: len(context_lens)] + 1
@@ -52,7 +63,7 @@ class Case:
             pages = pages[num_pages:]
             self.req_to_token_pool.req_to_token[row, :length] = slots.to(torch.int32)
 
-        sizes = {"dtype": torch.float32, "head_num": num_kv_heads, "head_dim": HEAD_DIM, "device": "cpu"}
+        sizes = {"dtype": torch.float32, "head_num": num_kv_heads, "head_dim": head_dim, "device": "cpu"}
         if swa_pool:
             self.kv_pool = SWAKVPool(
                 size=POOL_SIZE,
@@ -75,8 +86,8 @@ class Case:
     def layer(self, bidirectional=False, window_size=-1):
         return RadixAttention(
             self.num_heads,
-            HEAD_DIM,
-            HEAD_DIM**-0.5,
+            self.head_dim,
+            self.head_dim**-0.5,
             self.num_kv_heads,
             layer_id=FULL_LAYER if window_size == -1 else WINDOWED_LAYER,
             sliding_window_size=window_size,
@@ -106,7 +117,7 @@ class Case:
         self.backend.init_forward_metadata(context)
         keys = torch.cat([k[:c] for k, c in zip(self.keys, self.context_lens, strict=True)])
         values = torch.cat([v[:c] for v, c in zip(self.values, self.context_lens, strict=True)])
-        self.backend.forward(keys.new_zeros(len(keys), self.num_heads * HEAD_DIM), keys, values, layer, context)
+        self.backend.forward(keys.new_zeros(len(keys), self.num_heads * self.head_dim), keys, values, layer, context)
         if poison_before_window:
             evicted = [max(0, c - layer.sliding_window_size) for c in self.context_lens]
             slots = self.kv_pool.translate_loc_from_full_to_swa(self.slots([0] * len(lens), evicted))
@@ -135,22 +146,14 @@ class Case:
 
     def reference(self, layer):
         """Dense attention in float64: [sum(query_lens), Hq, D]."""
-        window = layer.sliding_window_size
-        output = []
-        queries = self.queries.double().split(self.query_lens)
-        for query, key, value, first in zip(queries, self.keys, self.values, self.context_lens, strict=True):
-            groups = self.num_heads // self.num_kv_heads
-            scores = torch.einsum("qhd,khd->hqk", query, key.double().repeat_interleave(groups, 1))
-            for i in range(len(query)):
-                for j in range(len(key)):
-                    position = first + i
-                    causal = layer.attn_type != AttentionType.ENCODER_ONLY
-                    hidden_after = causal and j > position
-                    if hidden_after or (window >= 0 and abs(position - j) > window):
-                        scores[:, i, j] = -torch.inf
-            weights = (scores * HEAD_DIM**-0.5).softmax(-1)
-            output.append(torch.einsum("hqk,khd->qhd", weights, value.double().repeat_interleave(groups, 1)))
-        return torch.cat(output)
+        mask = {
+            # SGLang counts the keys beside the query.
+            "window": None if layer.sliding_window_size < 0 else layer.sliding_window_size + 1,
+            "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
+            "scale": self.head_dim**-0.5,
+        }
+        queries = self.queries.split(self.query_lens)
+        return torch.cat([dense_attention(*each, **mask) for each in zip(queries, self.keys, self.values, strict=True)])
 
 
 def check(case, layer, **kwargs):
@@ -178,6 +181,19 @@ def test_verify_pages(page_size):
     case = Case(CONTEXT_LENS, [16] * len(CONTEXT_LENS), page_size=page_size)
     check(case, case.layer())
     check(case, case.layer(bidirectional=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_verify_around_the_window(page_size, head_dim, num_heads, num_kv_heads, bidirectional):
+    """A window that is no multiple of the page, and contexts shorter, as long, one longer and far longer."""
+    window = 50
+    context_lens = [1, window - 1, window, window + 1, 4 * window]
+    case = Case(context_lens, [16] * 5, num_heads, num_kv_heads, page_size, head_dim=head_dim)
+    check(case, case.layer(bidirectional, window_size=window - 1))
+    check(case, case.layer(bidirectional))
 
 
 @pytest.mark.parametrize("window_size", [15, 40])

@@ -1,0 +1,154 @@
+"""How a DFlash checkpoint is understood, and all that does not fit its target: `python -m sglang_dflash.inspect`.
+
+Reads `config.json` and the headers of the safetensors files, by path or by name on the Hugging Face hub. It needs no
+GPU, loads no weights and starts no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
+
+from sglang_dflash import formats
+from sglang_dflash.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.tensors import Shape, tensor_problems
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What there is to say of a pair.
+
+    Attributes:
+        drafter: None where its config cannot be understood.
+        dtype: of the drafter's config; it is served in the target's.
+        mismatches: a sentence each; empty if the drafter can be served with the target.
+    """
+
+    drafter: DFlashConfig | None = None
+    dtype: torch.dtype | None = None
+    mismatches: list[str] = field(default_factory=list)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers, keys and values, in `dtype`."""
+        numbers = 2 * len(self.drafter.layers) * self.drafter.num_key_value_heads * self.drafter.head_dim
+        return numbers * self.dtype.itemsize
+
+    def to_dict(self) -> dict:
+        """The JSON object of `--json`."""
+        if self.drafter is None:
+            return {"drafter": None, "mismatches": self.mismatches}
+        drafter = asdict(self.drafter) | {
+            "window": self.drafter.window,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        return {"drafter": drafter, "kv_bytes_per_token": self.kv_bytes_per_token, "mismatches": self.mismatches}
+
+    def lines(self) -> Iterable[str]:
+        """The text for people."""
+        if self.drafter is not None:
+            yield from _describe(self.drafter)
+            yield f"KV per token     {self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
+        yield f"mismatches       {len(self.mismatches) or 'none'}"
+        for mismatch in self.mismatches:
+            yield f"  {mismatch}"
+
+
+def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
+    """Read both checkpoints, and collect every mismatch instead of raising at the first."""
+    try:
+        raw = _read_config("TARGET", target_path)
+        target = TargetFacts.from_dict(raw, target_path)
+        check_checkpoint_path(drafter_path)
+        raw = _read_config("DRAFTER", drafter_path)
+        formats.refuse_others(raw, drafter_path)
+        hf_config = formats.to_qwen3_config(raw, drafter_path)
+        drafter = DFlashConfig.from_dict(hf_config.to_dict(), drafter_path)
+    except (ConfigError, StrictDataclassError) as error:
+        return Inspection(mismatches=[" ".join(str(error).split())])
+    mismatches = drafter.mismatches(target)
+    try:
+        mismatches += [f"tensor of {drafter_path}: {problem}" for problem in _tensor_problems(drafter)]
+    except ConfigError as error:
+        mismatches.append(str(error))
+    return Inspection(drafter, hf_config.dtype or torch.get_default_dtype(), mismatches)
+
+
+def tensor_shapes(path: str) -> dict[str, Shape]:
+    """Name and shape of every tensor of a checkpoint, from the headers of its safetensors files.
+
+    Raises:
+        ConfigError: there are no such files, or they cannot be read.
+    """
+    if not os.path.isdir(path):
+        try:
+            files = get_safetensors_metadata(path).files_metadata.values()
+        except (NotASafetensorsRepoError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+            raise ConfigError(f"the tensors of {path} cannot be read: {' '.join(str(error).split())}") from error
+        return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"the tensors of {path} cannot be read: there is no *.safetensors in it.")
+    shapes = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ConfigError(f"the tensors of {file} cannot be read: {error}") from error
+    return shapes
+
+
+def _tensor_problems(drafter: DFlashConfig) -> list[str]:
+    return tensor_problems(drafter, tensor_shapes(drafter.path))
+
+
+def _read_config(name: str, path: str) -> dict:
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not raw:
+        raise ConfigError(f"{name} {path} cannot be read: there is no config.json in it.")
+    return raw
+
+
+def _describe(drafter: DFlashConfig) -> Iterable[str]:
+    own_vocabulary = f", of which it drafts {drafter.draft_vocab_size}" if drafter.draft_vocab_size else ""
+    heads = f"{drafter.num_attention_heads} heads, {drafter.num_key_value_heads} KV heads of {drafter.head_dim}"
+    yield f"drafter          {drafter.path}"
+    yield f"format           {'speculators' if drafter.is_speculators else 'z-lab'}"
+    yield f"block size       {drafter.block_size}"
+    yield f"vocabulary       {drafter.vocab_size} tokens{own_vocabulary}; mask token {drafter.mask_token_id}"
+    yield f"target layers    {', '.join(map(str, drafter.target_layer_ids))} (their outputs, from 0)"
+    yield f"attention        {heads}{', bias' if drafter.attention_bias else ''}; {drafter.rope_type} RoPE"
+    yield f"layers           {len(drafter.layers)}"
+    for i, layer in enumerate(drafter.layers):
+        yield f"  {i:<15}{layer}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print; the exit code is 1 if anything does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.inspect", description=__doc__.split("\n")[0])
+    parser.add_argument("target", metavar="TARGET", help="path or name of the target")
+    parser.add_argument("drafter", metavar="DRAFTER", help="path or name of the DFlash checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    inspection = inspect_pair(options.target, options.drafter)
+    print(json.dumps(inspection.to_dict(), indent=2) if options.json else "\n".join(inspection.lines()))
+    return 1 if inspection.mismatches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

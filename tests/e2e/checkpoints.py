@@ -1,0 +1,115 @@
+"""The tiny pair's drafter in every checkpoint format, written as the libraries that own the formats write it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+CONFIG = json.loads((DRAFTER_DIR / "config.json").read_text())
+NUM_LAYERS = CONFIG["num_hidden_layers"]
+HIDDEN_SIZE, VOCAB_SIZE = CONFIG["hidden_size"], CONFIG["vocab_size"]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return load_file(DRAFTER_DIR / "model.safetensors")
+
+
+def write(path: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def speculators_config(**fields) -> dict:
+    layers = Qwen3Config.from_dict(
+        {name: CONFIG[name] for name in CONFIG if name not in ("architectures", "block_size", "dflash_config")}
+    )
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "model_type": "speculator_model",
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "dtype": "bfloat16",
+        "transformer_layer_config": layers.to_diff_dict(),
+        "aux_hidden_state_layer_ids": [i + 1 for i in CONFIG["dflash_config"]["target_layer_ids"]],
+        "mask_token_id": CONFIG["dflash_config"]["mask_token_id"],
+        "block_size": CONFIG["block_size"],
+        "draft_vocab_size": VOCAB_SIZE,
+        "target_hidden_size": None,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+    } | fields
+
+
+def speculators_symmetric(path: Path) -> Path:
+    """The whole vocabulary, windows to both sides, and copies of the target's tensors that nobody may read."""
+    copies = {
+        "embed_tokens.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+        "lm_head.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+        "verifier_norm.weight": torch.full((HIDDEN_SIZE,), torch.nan),
+    }
+    return write(path, speculators_config(sliding_window_non_causal=True), tensors() | copies)
+
+
+def speculators_reduced(path: Path) -> Path:
+    """An lm_head of the drafter's own, over three of every four tokens."""
+    t2d = torch.arange(VOCAB_SIZE) % 4 != 3
+    tokens = t2d.nonzero()[:, 0]
+    head = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"][tokens]
+    own = {"lm_head.weight": head, "t2d": t2d, "d2t": tokens - torch.arange(len(tokens))}
+    return write(path, speculators_config(draft_vocab_size=len(tokens)), tensors() | own)
+
+
+def zlab_new_places(path: Path) -> Path:
+    """DFlash's fields inside `dflash_config`, everything causal, and every optional field that changes something."""
+    inner = {
+        "block_size": CONFIG["block_size"],
+        "is_causal": True,
+        "input_embedding_scale": 1.1,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 30.0,
+    }
+    config = {name: CONFIG[name] for name in CONFIG if name not in ("block_size", "use_sliding_window")}
+    config |= {
+        "attention_bias": True,
+        "dflash_config": CONFIG["dflash_config"] | inner,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 1.28,
+            "original_max_position_embeddings": 1600,
+            "attention_factor": 1.05,
+        },
+    }
+    generator = torch.Generator().manual_seed(0)
+    weights = tensors()
+    for i in range(NUM_LAYERS):
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            size = weights[f"layers.{i}.self_attn.{projection}.weight"].shape[0]
+            weights[f"layers.{i}.self_attn.{projection}.bias"] = 0.05 * torch.randn(size, generator=generator)
+    return write(path, config, weights)
+
+
+def zlab_default_layers(path: Path) -> Path:
+    """One layer and no `target_layer_ids`: the one in the middle of the target, whose columns of `fc` are kept."""
+    kept = CONFIG["dflash_config"]["target_layer_ids"].index(CONFIG["num_target_layers"] // 2)
+    config = CONFIG | {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "dflash_config": {"mask_token_id": CONFIG["dflash_config"]["mask_token_id"]},
+        "rope_scaling": {"type": "linear", "factor": 1.01},
+    }
+    weights = tensors()
+    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, HIDDEN_SIZE))[:, kept]
+    return write(path, config, {name: weights[name] for name in weights if ".1." not in name and ".2." not in name})
+
+
+# Two by two, so that servers of two can start together.
+FORMATS = [(speculators_symmetric, speculators_reduced), (zlab_new_places, zlab_default_layers)]

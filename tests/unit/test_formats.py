@@ -1,0 +1,340 @@
+"""What `config.json` of every checkpoint format is read as."""
+
+import json
+
+import pytest
+import torch
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from sglang_dflash.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
+from sglang_dflash.formats import is_dflash, refuse_others, to_qwen3_config
+from sglang_dflash.tensors import draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+ZLAB = json.loads((DRAFTER_DIR / "config.json").read_text())
+LAYERS = {name: ZLAB[name] for name in ZLAB if name not in ("architectures", "block_size", "dflash_config")}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": LAYERS,
+    "aux_hidden_state_layer_ids": [1, 2, 3],
+    "mask_token_id": 1,
+    "block_size": 16,
+    "draft_vocab_size": 1024,
+    "sliding_window_non_causal": False,
+}
+TARGET = TargetFacts.from_dict(json.loads((TARGET_DIR / "config.json").read_text()), "target")
+
+FULL, CAUSAL = LayerAttention(None, causal=False), LayerAttention(None, causal=True)
+LEFT, BOTH = LayerAttention(64, causal=True), LayerAttention(64, causal=False)
+
+
+def read(raw: dict) -> DFlashConfig:
+    refuse_others(raw, "here")
+    return DFlashConfig.from_dict(to_qwen3_config(raw, "here").to_dict(), "here")
+
+
+def without(raw: dict, *names: str) -> dict:
+    return {name: value for name, value in raw.items() if name not in names}
+
+
+def with_dflash(**fields) -> dict:
+    return ZLAB | {"dflash_config": ZLAB["dflash_config"] | fields}
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers"),
+    [
+        (ZLAB, (LEFT, LEFT, FULL)),
+        (ZLAB | {"is_causal": False}, (BOTH, BOTH, FULL)),
+        (ZLAB | {"is_causal": True}, (LEFT, LEFT, CAUSAL)),
+        (with_dflash(is_causal=False), (BOTH, BOTH, FULL)),
+        (with_dflash(is_causal=True), (LEFT, LEFT, CAUSAL)),
+        (without(ZLAB, "use_sliding_window"), (LEFT, LEFT, FULL)),
+        (without(ZLAB, "use_sliding_window") | {"use_swa": True}, (LEFT, LEFT, FULL)),
+        (ZLAB | {"use_sliding_window": False}, (FULL, FULL, FULL)),
+        (without(ZLAB, "use_sliding_window") | {"use_swa": False}, (FULL, FULL, FULL)),
+        (
+            without(ZLAB, "use_sliding_window") | {"dflash_config": ZLAB["dflash_config"] | {"use_swa": False}},
+            (FULL,) * 3,
+        ),
+        (without(ZLAB, "layer_types"), (FULL, FULL, FULL)),
+        (without(ZLAB, "layer_types") | {"max_window_layers": 1}, (FULL, LEFT, LEFT)),
+        (without(ZLAB, "layer_types", "use_sliding_window") | {"max_window_layers": 1}, (FULL, FULL, FULL)),
+        (SPECULATORS, (LEFT, LEFT, FULL)),
+        (SPECULATORS | {"sliding_window_non_causal": True}, (BOTH, BOTH, FULL)),
+    ],
+)
+def test_masks(raw, layers):
+    assert read(raw).layers == layers
+
+
+def test_sliding_layers_without_their_names():
+    raw = without(ZLAB, "layer_types", "use_sliding_window", "max_window_layers") | {"use_swa": True}
+    with pytest.raises(ConfigError, match=r"layer_types=None .* use_swa is true"):
+        read(raw)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_backend_that_cannot_limit_the_right_side(backend):
+    both = read(ZLAB | {"is_causal": False, "sliding_window": 8})
+    with pytest.raises(ConfigError) as caught:
+        both.check_attention_backend(backend, 16, ("fa3", "flashinfer", "triton"))
+    for named in ("layer 0 of drafter here", "sliding_window=8", backend, "backend fa3."):
+        assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_causal", "block_size"),
+    [
+        ("fa3", False, 16),
+        ("torch_native", False, 16),
+        ("triton", False, 8),
+        ("triton", None, 16),
+        ("flashinfer", None, 16),
+    ],
+)
+def test_backend_that_can(backend, is_causal, block_size):
+    read(ZLAB | {"is_causal": is_causal, "sliding_window": 8}).check_attention_backend(backend, block_size, (backend,))
+
+
+# --- where the fields are -------------------------------------------------------------------------------------------
+
+
+def test_new_places_are_read_as_the_old():
+    inner = {"block_size": 16, "num_target_layers": 4}
+    new = without(ZLAB, *inner) | {"dflash_config": ZLAB["dflash_config"] | inner}
+    old = without(ZLAB, "dflash_config") | {"dflash_config": {}} | ZLAB["dflash_config"]
+    assert read(new) == read(old) == read(ZLAB)
+
+
+def test_speculators_are_read_as_z_lab():
+    theirs, ours = vars(read(SPECULATORS)), vars(read(ZLAB))
+    different = {name for name in ours if theirs[name] != ours[name]}
+    assert different == {"num_target_layers", "is_speculators"}
+
+
+def test_defaults_that_speculators_leave_out():
+    """It writes a layer config as what differs from the defaults of its class."""
+    drafter = read(SPECULATORS | {"transformer_layer_config": without(LAYERS, "hidden_size", "head_dim", "vocab_size")})
+    assert (drafter.hidden_size, drafter.head_dim, drafter.vocab_size) == (4096, 128, 151936)
+    llama = without(LAYERS, "head_dim", "hidden_size") | {"model_type": "llama"}
+    drafter = read(SPECULATORS | {"transformer_layer_config": llama, "target_hidden_size": 4096})
+    assert (drafter.hidden_size, drafter.head_dim) == (4096, 4096 // drafter.num_attention_heads)
+    assert drafter.layers == (LEFT, LEFT, FULL)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_target_layers", "ids"),
+    [(5, 36, (1, 9, 17, 25, 33)), (5, 32, (1, 8, 15, 22, 29)), (8, 48, (1, 7, 14, 20, 26, 32, 39, 45)), (1, 36, (18,))],
+)
+def test_default_target_layers(num_layers, num_target_layers, ids):
+    raw = without(ZLAB, "layer_types") | {"num_hidden_layers": num_layers, "num_target_layers": num_target_layers}
+    assert read(raw | {"dflash_config": {"mask_token_id": 1}}).target_layer_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None"),
+        ({"aux_hidden_state_layer_ids": [3, 2]}, "target_layer_ids=[2, 1]"),
+        ({"transformer_layer_config": None}, "transformer_layer_config=None"),
+        ({"sample_from_anchor": True}, "sample_from_anchor=True"),
+        ({"target_hidden_size": 512}, "target_hidden_size=512"),
+        ({"draft_vocab_size": 2048}, "draft_vocab_size=2048"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size=0"),
+        ({"mask_token_id": None}, "mask_token_id=None"),
+        ({"transformer_layer_config": LAYERS | {"model_type": "odd"}}, "model_type='odd'"),
+        ({"transformer_layer_config": without(LAYERS, "sliding_window")}, "sliding_window=None"),
+    ],
+)
+def test_speculators_field(fields, named):
+    with pytest.raises(ConfigError) as caught:
+        read(SPECULATORS | fields)
+    assert named in str(caught.value) and "here" in str(caught.value)
+
+
+def test_speculators_layer_that_cannot_be_captured():
+    """In the checkpoint's own counting, where 0 is the embedding."""
+    drafter = read(SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2, 4]})
+    [mismatch] = drafter.mismatches(TARGET)
+    assert mismatch.startswith("aux_hidden_state_layer_ids=[0, 2, 4] of drafter here names [0, 4]; ")
+    assert mismatch.endswith("of which 1 to 3 can be captured.")
+
+
+# --- other drafters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "a DFlash2 checkpoint"),
+        ({"speculators_model_type": "dflash2"}, "a DFlash2 checkpoint"),
+        (ZLAB | {"selector_rank": 256}, "a DFlash2 checkpoint"),
+        (with_dflash(projector_type="domino"), "a Domino checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "a Domino checkpoint"),
+        ({"speculators_model_type": "dspark"}, "a DSpark checkpoint"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "a DSpark checkpoint"),
+        (with_dflash(markov_rank=8), "a DSpark checkpoint"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures=['Qwen3ForCausalLM'] and no dflash_config"),
+        ({}, "architectures=[] and no dflash_config"),
+    ],
+)
+def test_other_drafters(raw, named):
+    assert not is_dflash(raw)
+    with pytest.raises(ConfigError) as caught:
+        refuse_others(raw, "here")
+    assert str(caught.value).startswith("--speculative-draft-model-path here is ") and named in str(caught.value)
+
+
+# --- fields that change the drafter ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [ZLAB | {"input_embedding_scale": 16}, with_dflash(input_embedding_scale=16.0)])
+def test_input_embedding_scale(raw):
+    assert read(raw).input_embedding_scale == 16.0
+
+
+@pytest.mark.parametrize("field", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
+@pytest.mark.parametrize("value", [0, -1.0, "1", float("nan"), float("inf")])
+def test_scale_that_is_no_scale(field, value):
+    with pytest.raises(ConfigError, match=field):
+        read(with_dflash(**{field: value}))
+
+
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn with a factor of its own": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.5,
+    },
+    "yarn as gpt-oss has it": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "attention_factor": 1.5,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def sglang_config():
+    """SGLang's layers read the process's arguments while they are built."""
+    on_cpu = {} if torch.cuda.is_available() else {"device": "cpu", "attention_backend": "torch_native"}
+    with get_context().preserve_config():
+        get_context().set_server_args(ServerArgs(model_path=str(TARGET_DIR), **on_cpu))
+        yield
+
+
+@pytest.mark.parametrize("scaling", ROPE.values(), ids=ROPE)
+def test_rope_of_sglang_is_that_of_transformers(scaling, sglang_config):
+    config = to_qwen3_config(ZLAB | {"rope_scaling": scaling}, "here")
+    rope = config.rope_parameters
+    positions = torch.tensor([0, 1, 17, 511, 512, 513, 2047])
+
+    sglang = get_rope(
+        config.head_dim,
+        rotary_dim=config.head_dim,
+        max_position=config.max_position_embeddings,
+        base=rope["rope_theta"],
+        rope_scaling=rope,
+    )
+    cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), positions[None])
+
+    half = config.head_dim // 2
+    expected = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+    torch.testing.assert_close(sglang.cos_sin_cache[positions], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}},
+            "longrope",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}},
+            "one RoPE",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+    ],
+)
+def test_rope_that_is_refused(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        read(without(ZLAB, "rope_scaling", "rope_theta") | fields)
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_a_reduced_vocabulary():
+    drafter = read(SPECULATORS | {"draft_vocab_size": 8})
+    found = expected_tensors(drafter)
+    assert found["lm_head.weight"] == (8, 256) and found["d2t"] == (8,)
+    assert tensor_problems(drafter, found | {"t2d": (1024,), "embed_tokens.weight": (1024, 256)}) == []
+    assert tensor_problems(drafter, without(found, "d2t") | {"t2d": (8,)}) == [
+        "t2d has shape [8], expected [1024]",
+        "missing d2t [8]",
+    ]
+
+
+def test_attention_bias_has_tensors():
+    drafter = read(ZLAB | {"attention_bias": True})
+    assert tensor_problems(drafter, expected_tensors(read(ZLAB))) == [
+        f"missing layers.{i}.self_attn.{name}.bias [{size}]"
+        for i in range(3)
+        for name, size in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128), ("o_proj", 256))
+    ]
+
+
+def test_draft_tokens_are_offsets():
+    drafter = read(SPECULATORS | {"draft_vocab_size": 3})
+    t2d = torch.zeros(1024, dtype=torch.bool)
+    t2d[[5, 7, 1023]] = True
+    tokens = draft_to_target(torch.tensor([5, 6, 1021]), t2d, drafter)
+    assert tokens.tolist() == [5, 7, 1023]
+
+
+@pytest.mark.parametrize("d2t", [[5, 7, 1023], [0, -1, 0], [-1, 0, 0]])
+def test_draft_tokens_that_are_none(d2t):
+    """Token ids instead of offsets, a token twice, a token below 0."""
+    drafter = read(SPECULATORS | {"draft_vocab_size": 3})
+    with pytest.raises(ConfigError, match="d2t of drafter here"):
+        draft_to_target(torch.tensor(d2t), None, drafter)
+
+
+def test_draft_tokens_that_contradict():
+    drafter = read(SPECULATORS | {"draft_vocab_size": 3})
+    with pytest.raises(ConfigError, match="d2t and t2d"):
+        draft_to_target(torch.tensor([0, 0, 0]), torch.arange(1024) % 2 == 0, drafter)

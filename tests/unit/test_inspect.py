@@ -1,0 +1,149 @@
+"""`python -m sglang_dflash.inspect` says what a pair is, and finds every mismatch before anything is loaded."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash.inspect import main
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+
+def copy_with(source, path, config=None, tensors=None):
+    """A copy of a checkpoint in which fields and tensors are replaced, or with None removed."""
+    shutil.copytree(source, path)
+    fields = json.loads((source / "config.json").read_text()) | (config or {})
+    (path / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    kept = load_file(source / "model.safetensors") | (tensors or {})
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, path / "model.safetensors")
+    return path
+
+
+def inspect(capsys, target, drafter):
+    """Exit code, and the JSON object."""
+    status = main([str(target), str(drafter), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_tiny_pair(capsys):
+    status, found = inspect(capsys, TARGET_DIR, DRAFTER_DIR)
+    assert status == 0 and found["mismatches"] == []
+    # Keys and values of 3 layers with 2 heads of 64, in bfloat16.
+    assert found["kv_bytes_per_token"] == 2 * 3 * 2 * 64 * 2
+    drafter = found["drafter"]
+    assert drafter["layers"] == [
+        {"window": 64, "causal": True},
+        {"window": 64, "causal": True},
+        {"window": None, "causal": False},
+    ]
+    assert (drafter["block_size"], drafter["mask_token_id"], drafter["target_layer_ids"]) == (16, 1, [0, 1, 2])
+
+
+def test_text(capsys):
+    assert main([str(TARGET_DIR), str(DRAFTER_DIR)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "format z-lab",
+        "block size 16",
+        "vocabulary 1024 tokens; mask token 1",
+        "target layers 0, 1, 2 (their outputs, from 0)",
+        "0 sliding 64, causal",
+        "2 full, bidirectional",
+        "KV per token 1536 bytes in bfloat16",
+        "mismatches none",
+    ):
+        assert line in lines
+
+
+def test_every_mismatch_is_found(capsys, tmp_path):
+    target = copy_with(TARGET_DIR, tmp_path / "target", {"hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 3})
+    tensors = {
+        "fc.weight": torch.zeros(256, 512),
+        "norm.weight": None,
+        "lm_head.weight": torch.zeros(2, 3),
+    }
+    drafter = copy_with(DRAFTER_DIR, tmp_path / "drafter", tensors=tensors)
+    status, found = inspect(capsys, target, drafter)
+    assert status == 1
+    for mismatch, named in zip(
+        found["mismatches"],
+        [
+            "hidden_size=256",
+            "vocab_size=1024",
+            "num_target_layers=4",
+            "target_layer_ids=[0, 1, 2]",
+            "fc.weight has shape [256, 512], expected [256, 768]",
+            "unexpected lm_head.weight [2, 3]",
+            "missing norm.weight [256]",
+        ],
+        strict=True,
+    ):
+        assert named in mismatch and str(drafter) in mismatch
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"block_size": 1}, "block_size=1"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"architectures": ["DominoDraftModel"]}, "a Domino checkpoint"),
+        ({"dflash_config": None}, "is not a DFlash checkpoint"),
+    ],
+)
+def test_config_that_cannot_be_understood(capsys, tmp_path, config, named):
+    drafter = copy_with(DRAFTER_DIR, tmp_path / "drafter", config)
+    status, found = inspect(capsys, TARGET_DIR, drafter)
+    assert status == 1 and found["drafter"] is None
+    [mismatch] = found["mismatches"]
+    assert named in mismatch and "\n" not in mismatch
+
+
+def test_recurrent_target(capsys, tmp_path):
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    target = copy_with(TARGET_DIR, tmp_path / "target", {"layer_types": kinds})
+    _, found = inspect(capsys, target, DRAFTER_DIR)
+    [mismatch] = found["mismatches"]
+    assert "recurrent layers" in mismatch
+
+
+def test_multimodal_target(capsys, tmp_path):
+    text = json.loads((TARGET_DIR / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["SomeVLModel"], "text_config": text}))
+    assert inspect(capsys, tmp_path, DRAFTER_DIR)[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["no tensors", "no header", "no config", "no target"])
+def test_checkpoint_that_cannot_be_read(capsys, tmp_path, damage):
+    drafter, target = copy_with(DRAFTER_DIR, tmp_path / "drafter"), TARGET_DIR
+    if damage == "no tensors":
+        (drafter / "model.safetensors").unlink()
+    elif damage == "no header":
+        (drafter / "model.safetensors").write_bytes(b"{}")
+    elif damage == "no config":
+        (drafter / "config.json").unlink()
+    else:
+        target = tmp_path
+    status, found = inspect(capsys, target, drafter)
+    assert status == 1
+    [mismatch] = found["mismatches"]
+    assert str(tmp_path) in mismatch
+
+
+def test_program_starts_nothing_of_sglang():
+    """As users run it; SGLang is neither imported nor needed."""
+    program = "import runpy, sys; sys.modules['sglang'] = None; "
+    program += "runpy.run_module('sglang_dflash.inspect', run_name='__main__')"
+    run = subprocess.run(
+        [sys.executable, "-c", program, TARGET_DIR, DRAFTER_DIR],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "mismatches       none" in run.stdout
