@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
 
+TARGET_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
 # Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults. SGLang derives the
 # flag from the field, with dashes.
 UNSUPPORTED = (
@@ -65,7 +67,6 @@ UNSUPPORTED = (
     "speculative_adaptive_config",
     "speculative_token_map",
     "speculative_use_rejection_sampling",
-    "speculative_draft_window_size",
     "speculative_accept_threshold_single",
     "speculative_accept_threshold_acc",
     "speculative_moe_runner_backend",
@@ -144,7 +145,7 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
 
 
 def check_dtypes(server_args: ServerArgs) -> None:
-    """The drafter computes, and keeps its KV, in the model's dtype."""
+    """The drafter computes, and keeps its KV, in the model's dtype; the target's KV may be quantised."""
     quantization = server_args.speculative_draft_model_quantization
     if quantization is not None:
         raise ConfigError(
@@ -152,9 +153,10 @@ def check_dtypes(server_args: ServerArgs) -> None:
             "needs an unquantised drafter; set --speculative-draft-model-quantization unquant."
         )
     kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
-    if kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+    if kv_cache_dtype not in TARGET_KV_DTYPES:
         raise ConfigError(
-            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH keeps its drafter's KV in the model's dtype; leave it at auto."
+            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH verifies with a target KV cache in one of "
+            f"{', '.join(TARGET_KV_DTYPES)}."
         )
 
 

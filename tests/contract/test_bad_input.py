@@ -264,7 +264,6 @@ UNSUPPORTED_VALUES = {
     "torchao_config": "int8wo",
     "speculative_adaptive_config": "adaptive.json",
     "speculative_token_map": "map.pt",
-    "speculative_draft_window_size": 512,
     "speculative_accept_threshold_single": 0.0,
     "speculative_accept_threshold_acc": 0.5,
     "speculative_moe_runner_backend": "triton",
