@@ -85,6 +85,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
         hooks.verify()
         refuse_unsupported(server_args)
         load_drafter_config(server_args)
+        check_draft_window(server_args)
     original(server_args)
 
 
@@ -142,6 +143,15 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+
+
+def check_draft_window(server_args: ServerArgs) -> None:
+    window = server_args.speculative_draft_window_size
+    if window is not None and window < 1:
+        raise ConfigError(
+            f"--speculative-draft-window-size must be at least 1, got {window}: the context tokens that the drafter "
+            "sees; leave it out to let it see all."
+        )
 
 
 def check_dtypes(server_args: ServerArgs) -> None:

@@ -6,7 +6,7 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dflash import arguments, hooks, memory, requests, verify_logits
+from sglang_dflash import arguments, attention, hooks, memory, requests, verify_logits
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
@@ -102,6 +102,13 @@ HOOKS = [
         function=verify_logits.skip_widening,
         why="a float32 copy of every verified row's logits costs more than the argmax that follows it",
         until="LogitsProcessor leaves TARGET_VERIFY logits in the model's dtype on request",
+    ),
+    Hook(
+        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward",
+        kind=HookType.AROUND,
+        function=attention.plan_exact_window,
+        why="FlashInfer verifies sliding layers with up to a block of keys from before the window",
+        until="update_sliding_window plans a DFLASH verification with window_left, as it does a prefill",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",

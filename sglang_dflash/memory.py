@@ -125,9 +125,10 @@ def _bytes_per_token(pool: KVCache) -> float:
 
 
 def check_window_pool(config: MemoryPoolConfig, window: int | None, page_size: int) -> None:
-    """Raise :class:`ConfigError` if the pool of a target's sliding layers cannot hold one request in decode.
+    """Raise :class:`ConfigError` if the pools of a windowed target cannot hold one request in decode.
 
-    SGLang checks that the window fits; a decode step needs its block as well, and what waits for its eviction.
+    SGLang checks that the window fits; a decode step needs its block as well, and what waits for its eviction. Without
+    any full layer, SGLang gives all slots of a token back, and with them the drafter's KV of it.
 
     Args:
         config: sizes of the target's pools.
@@ -135,6 +136,11 @@ def check_window_pool(config: MemoryPoolConfig, window: int | None, page_size: i
     """
     if window is None or config.swa_max_total_num_tokens is None:
         return
+    if config.full_max_total_num_tokens == 0:
+        raise ConfigError(
+            "the target has sliding-window layers only (no full_attention in layer_types): the slots of tokens that "
+            "leave the window are given away, and the drafter's context with them."
+        )
     needed = window + swa_eviction_interval() + get_alloc_reserve_per_decode() + 2 * page_size
     if config.swa_max_total_num_tokens < needed:
         raise ConfigError(
