@@ -38,6 +38,8 @@ def write_windowed_pair(folder: Path) -> tuple[Path, Path]:
 def write_target(path: Path) -> None:
     """Laguna: of the dense targets with sliding layers that SGLang captures hidden states of, the plainest."""
     path.mkdir(parents=True)
+    # For each kind of layer, and said in full: left out, SGLang and transformers take different ones.
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     config = {
         "architectures": ["LagunaForCausalLM"],
         "model_type": "laguna",
@@ -52,6 +54,7 @@ def write_target(path: Path) -> None:
         "mlp_layer_types": ["dense"] * len(LAYER_TYPES),
         "sliding_window": WINDOW,
         "gating": "per-head",
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,

@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 from serving import Settings
+from transformers import AutoModelForCausalLM
 from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
 # SGLang's default of SGLANG_SWA_EVICTION_INTERVAL.
@@ -47,12 +49,18 @@ def pair(request, keeper, checkpoints):
     pair.ask(lambda server: server.wait_until_empty())
 
 
+@pytest.fixture(scope="module")
+def reference(checkpoints):
+    """transformers' own target, whose windows are exact."""
+    return AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float64, attn_implementation="eager").eval()
+
+
 def prompt_of(length: int, start: int = 0) -> list[int]:
     """Tokens of the target's small vocabulary, in no order it could know."""
     return [2 + (start + 7 * i + i * i // 5) % 14 for i in range(length)]
 
 
-def test_concurrent_requests_over_several_windows(pair):
+def test_concurrent_requests_over_several_windows(pair, reference):
     lengths = [1, 17, WINDOW - 1, WINDOW, WINDOW + 1, 100, 130, 200]
     requests = [
         {"input_ids": prompt_of(length, i), "max_new_tokens": 4 * WINDOW + 9 * i, "ignore_eos": True}
@@ -61,6 +69,11 @@ def test_concurrent_requests_over_several_windows(pair):
 
     answers = pair.lossless(lambda server: server.generate_concurrently(requests))
 
+    for request, answer in zip(requests, answers):
+        prompt, tokens = request["input_ids"], answer["output_ids"]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
     cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     assert cycles < 0.97 * sum(request["max_new_tokens"] for request in requests), "hardly a draft was accepted"
     assert len({tuple(answer["output_ids"][-2 * WINDOW :]) for answer in answers}) == len(answers), "answers repeat"
