@@ -6,7 +6,7 @@ import logging
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dflash import arguments, attention, hooks, memory, requests, verify_logits
+from sglang_dflash import arguments, attention, hidden_states, hooks, memory, requests, sampling, verify_logits
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
@@ -109,6 +109,20 @@ HOOKS = [
         function=attention.plan_exact_window,
         why="FlashInfer verifies sliding layers with up to a block of keys from before the window",
         until="update_sliding_window plans a DFLASH verification with window_left, as it does a prefill",
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store",
+        kind=HookType.AROUND,
+        function=hidden_states.append_last_hidden_states,
+        why="SGLang captures either the drafter's features or what return_hidden_states asks for",
+        until="LogitsProcessorOutput has a field for each",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        kind=HookType.AFTER,
+        function=sampling.processors_need_the_last_result,
+        why="a custom logit processor reads the request's output, which overlap scheduling has not yet seen",
+        until="custom logit processors get the output tokens handed to them",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",

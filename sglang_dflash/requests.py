@@ -1,18 +1,17 @@
-"""Requests that DFLASH cannot honour yet: refused with a 400 that names the parameter, never silently ignored."""
+"""Requests that cannot be honoured: refused with a 400 that names the parameter, never silently ignored."""
 
 from __future__ import annotations
 
+import pickle
+
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-_NEUTRAL = SamplingParams()
-
-# Every field of `SamplingParams` is in one of these three groups. Under greedy decoding (top_k == 1, which is how
-# `SamplingParams` keeps temperature 0) the argmax is the same whatever these say:
-HARMLESS = ("temperature", "top_p", "min_p", "sampling_seed")
-# These are acted on by SGLang's scheduler and detokenizer, whoever decodes:
-HONOURED = (
-    "top_k",
+# Every field of `SamplingParams` is in one of these two groups. These are acted on by SGLang's scheduler and
+# detokenizer, whoever decodes:
+BY_SGLANG = (
     "max_new_tokens",
     "stop",
     "stop_token_ids",
@@ -29,8 +28,13 @@ HONOURED = (
     "stop_regex_max_len",
     "is_normalized",
 )
-# These change the logits before the argmax:
-REFUSED = (
+# These decide which token follows, so they have to be honoured in every row of a block:
+BY_SAMPLER = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "sampling_seed",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
@@ -42,8 +46,8 @@ REFUSED = (
     "ebnf",
     "structural_tag",
 )
-# Fields of a request, rather than of its sampling parameters, that ask for more than tokens.
-REFUSED_OUTPUTS = ("return_logprob", "return_hidden_states", "return_routed_experts", "return_indexer_topk")
+# Fields of a request that ask for what DFLASH does not collect.
+REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk")
 
 
 def refuse_request(req: Req, enable_overlap: bool) -> str | None:
@@ -70,26 +74,26 @@ def _malformed(req: Req) -> str | None:
     if req.multimodal_inputs is None and not (min(ids) >= 0 and max(ids) < req.vocab_size):
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
         return f"input_ids has {outside}, which is not a token of the model: its vocabulary has {req.vocab_size}."
-    max_new_tokens = req.sampling_params.max_new_tokens
-    if max_new_tokens is not None and not isinstance(max_new_tokens, int):
-        return f"max_new_tokens={max_new_tokens!r} is not an integer."
+    params = req.sampling_params
+    if params.max_new_tokens is not None and not isinstance(params.max_new_tokens, int):
+        return f"max_new_tokens={params.max_new_tokens!r} is not an integer."
+    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        return f"min_p={params.min_p} is not supported with --enable-deterministic-inference."
+    if req.custom_logit_processor is not None:
+        return _malformed_processor(req.custom_logit_processor)
+    return None
+
+
+def _malformed_processor(processor: str) -> str | None:
+    try:
+        CustomLogitProcessor.from_str(processor)
+    except (ValueError, LookupError, TypeError, AttributeError, ImportError, EOFError, pickle.UnpicklingError) as error:
+        return f"custom_logit_processor cannot be unpacked: {type(error).__name__}: {error}"
     return None
 
 
 def _not_supported(req: Req) -> str | None:
-    params = req.sampling_params
-    if params.top_k != 1:
-        return f"temperature={params.temperature}: DFLASH decodes greedily for now; send temperature=0."
-    for name in REFUSED:
-        value = getattr(params, name)
-        if name == "custom_params" and value is not None:
-            # `Req` puts itself in here.
-            value = {key: entry for key, entry in value.items() if key != "__req__"}
-        if value != getattr(_NEUTRAL, name):
-            return f"{name}={value!r} is not supported with DFLASH yet."
     for name in REFUSED_OUTPUTS:
         if getattr(req, name):
-            return f"{name}={getattr(req, name)!r} is not supported with DFLASH yet."
-    if req.custom_logit_processor is not None:
-        return "custom_logit_processor is not supported with DFLASH yet."
+            return f"{name}={getattr(req, name)!r} is not supported with DFLASH."
     return None

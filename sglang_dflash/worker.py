@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash import ops
 from sglang_dflash.accept import Acceptance
@@ -32,8 +33,10 @@ from sglang_dflash.draft_head import DraftHead
 from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.drafter_runner import build_draft_worker
 from sglang_dflash.graphs import GraphTail
+from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.memory import KVMemory, check_window_pool
+from sglang_dflash.sampling import BlockSampler, takes_argmax
 from sglang_dflash.simulate import SIMULATED, simulate_acceptance
 from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
@@ -57,6 +60,8 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         keep_model_dtype(target_model)
+        if server_args.enable_return_hidden_states:
+            capture_last_hidden_states(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
         self._draft_window: DraftWindow | None = None
         self._draft_head = DraftHead(target_model.lm_head, get_tp_group())
@@ -92,7 +97,8 @@ class DFlashWorker(BaseSpecWorker):
         logger.info("%s", self._kv_memory)
         self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
         self._propose = GraphTail(self.draft_model_runner, self._fill_block)
-        self._decide = GraphTail(target_runner, self._accept)
+        self._decide = GraphTail(target_runner, self._accept_argmax)
+        self._sampler = BlockSampler(target_runner)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -129,7 +135,7 @@ class DFlashWorker(BaseSpecWorker):
         Args:
             batch: prefill (chunk) or one decode cycle of every running request.
             on_publish: overlap scheduling; takes the new sequence lengths, [bs], as soon as they are known.
-            grammar_barrier: overlap scheduling; unused while grammars are refused.
+            grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
@@ -151,8 +157,18 @@ class DFlashWorker(BaseSpecWorker):
         batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
         block_tokens = self._draft(batch, block_ids, positions, out_cache_loc)
 
-        # 2. Verify the block as a causal chain, and 3. accept a prefix of it at the end of the target's forward.
-        accepted, output = self._verify(batch, block_tokens, positions, out_cache_loc)
+        # 2. Verify the block as a causal chain.
+        grammar_tree = GrammarTree.from_linear_chain(block_tokens) if batch.has_grammar else None
+        output, verified = self._verify(batch, block_tokens, positions, out_cache_loc)
+
+        # 3. Accept a prefix of it: usually decided at the end of the target's forward already.
+        if takes_argmax(batch):
+            accepted = self._accepted_argmax(output, verified, batch.batch_size())
+        else:
+            target_tokens = self._sampler(
+                batch, output.logits_output, block_tokens, positions, grammar_tree, grammar_barrier
+            )
+            accepted = ops.accept_prefix(block_tokens, target_tokens, batch.seq_lens)
         if SIMULATED:
             accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
 
@@ -161,8 +177,11 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(accepted.new_seq_lens)
 
         # 5. Append the committed rows to the drafter's context. Rejected rows never enter it.
-        hidden_states = output.logits_output.hidden_states
-        self._context.write(hidden_states, positions, out_cache_loc, accepted.accept_lens)
+        features, last_hidden_states = self._split_hidden_states(output)
+        self._context.write(features, positions, out_cache_loc, accepted.accept_lens)
+        self._sampler.end_cycle(batch, accepted)
+        # The next replay of the target's graph overwrites them before the scheduler has read them.
+        output.logits_output.hidden_states = last_hidden_states.clone() if batch.return_hidden_states else None
         return self._result(accepted, output)
 
     def _draft(
@@ -214,8 +233,8 @@ class DFlashWorker(BaseSpecWorker):
         block_tokens: torch.Tensor,
         positions: torch.Tensor,
         out_cache_loc: torch.Tensor,
-    ) -> tuple[Acceptance, GenerationBatchResult]:
-        """Run the target over the block in TARGET_VERIFY mode, and decide; the batch serves as scratch."""
+    ) -> tuple[GenerationBatchResult, ForwardBatch]:
+        """Run the target over the block in TARGET_VERIFY mode; the batch serves as scratch."""
         batch.input_ids = block_tokens.view(-1)
         batch.out_cache_loc = out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
@@ -232,21 +251,32 @@ class DFlashWorker(BaseSpecWorker):
             return_hidden_states_before_norm=False,
         )
         output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
-        if output.can_run_cuda_graph:
-            return self._decide.replayed().take(batch.batch_size()), output
-        return self._decide.eager(output.logits_output, forward_batch), output
+        return output, forward_batch
 
-    def _accept(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
+    def _accept_argmax(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
         """Behind the target's forward: compare its argmax with the block."""
-        return ops.accept_greedy(
+        return ops.accept_prefix(
             forward_batch.input_ids.view(-1, self.block_size),
             output.next_token_logits.argmax(dim=-1).view(-1, self.block_size),
             forward_batch.seq_lens,
         )
 
+    def _accepted_argmax(self, output: GenerationBatchResult, forward_batch: ForwardBatch, bs: int) -> Acceptance:
+        if output.can_run_cuda_graph:
+            return self._decide.replayed().take(bs)
+        return self._decide.eager(output.logits_output, forward_batch)
+
+    def _split_hidden_states(self, output: GenerationBatchResult) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
+        hidden_states = output.logits_output.hidden_states
+        num_features = self.draft_model_runner.model.fc.in_features
+        return hidden_states[:, :num_features], hidden_states[:, num_features:]
+
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
+        self._sampler.begin_prefill(batch)
         result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        self._sampler.end_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -256,9 +286,9 @@ class DFlashWorker(BaseSpecWorker):
                 for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
             ]
         ).to(self.device, non_blocking=True)
-        self._context.write(result.logits_output.hidden_states, positions, batch.out_cache_loc)
-        # The scheduler would copy them to the CPU.
-        result.logits_output.hidden_states = None
+        features, last_hidden_states = self._split_hidden_states(result)
+        self._context.write(features, positions, batch.out_cache_loc)
+        result.logits_output.hidden_states = last_hidden_states if batch.return_hidden_states else None
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
         )
@@ -280,7 +310,6 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _result(self, accepted: Acceptance, output: GenerationBatchResult) -> GenerationBatchResult:
-        output.logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=output.logits_output,
             next_token_ids=accepted.out_tokens.reshape(-1),

@@ -136,6 +136,43 @@ def _all_gather_into_tensor(original: Callable, group: GroupCoordinator, output:
         torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
 
 
+def _murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 of (seed, position, column), as the Triton kernel of the same name computes it.
+
+    Args:
+        seed: [n] uint64.
+        positions: [n] integer below 2**32.
+        col_indices: [m] integer below 2**32.
+
+    Returns:
+        [n, m] int64 hashes below 2**32.
+    """
+    low32 = 0xFFFFFFFF
+
+    def mix(hashed: Tensor | int, key: Tensor) -> Tensor:
+        # int64 products wrap around, which leaves their low 32 bits alone.
+        key = key * 0xCC9E2D51 & low32
+        key = (key << 15 | key >> 17) & low32
+        hashed = hashed ^ (key * 0x1B873593 & low32)
+        hashed = (hashed << 13 | hashed >> 19) & low32
+        return hashed * 5 + 0xE6546B64 & low32
+
+    seed = seed.view(torch.int64)[:, None]
+    hashed = mix(0, seed & low32)
+    for key in (seed >> 32 & low32, positions[:, None].to(torch.int64), col_indices[None].to(torch.int64)):
+        hashed = mix(hashed, key)
+    # 16 bytes went in.
+    hashed = hashed ^ 16
+    hashed = (hashed ^ hashed >> 16) * 0x85EBCA6B & low32
+    hashed = (hashed ^ hashed >> 13) * 0xC2B2AE35 & low32
+    return hashed ^ hashed >> 16
+
+
+def _skip_batch_invariant_mode(original: Callable, runner: ModelRunner) -> None:
+    if runner.device != "cpu":
+        original(runner)
+
+
 _PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
@@ -196,5 +233,19 @@ CPU_HOOKS: list[Hook] = [
         function=_all_gather_into_tensor,
         why="its custom operator has no CPU kernel; several tensor-parallel ranks need it",
         until="it goes to torch.distributed on a CPU, as `GroupCoordinator.all_gather` does",
+    ),
+    Hook(
+        target="sglang.srt.layers.sampler.murmur_hash32",
+        kind=HookType.REPLACE,
+        function=_murmur_hash32,
+        why="sampling by a request's seed launches a Triton kernel",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        kind=HookType.AROUND,
+        function=_skip_batch_invariant_mode,
+        why="--enable-deterministic-inference replaces matrix products by Triton kernels and finds no accelerator",
+        until="it has batch-invariant operators for a CPU, or leaves PyTorch's alone there",
     ),
 ]

@@ -11,6 +11,7 @@ def register() -> None:
         return
     # Imported here: with a GPU, none of this is wanted.
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_deterministic_attention_backend_choices
 
     from sglang_dflash import hooks
     from sglang_dflash.cpu.hooks import CPU_HOOKS
@@ -18,3 +19,5 @@ def register() -> None:
 
     hooks.register(CPU_HOOKS)
     register_attention_backend("torch_native")(VerifyTorchNativeAttnBackend)
+    # It runs request by request, so its result does not depend on the batch.
+    add_deterministic_attention_backend_choices(["torch_native"])

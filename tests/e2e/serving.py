@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import requests
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
@@ -32,6 +34,8 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
+    # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -48,7 +52,7 @@ FLAGS = {
 }
 DFLASH_FLAGS = {"speculative-algorithm": "DFLASH", "speculative-draft-model-path": str(DRAFTER_DIR)}
 
-SAMPLING_PARAMS = ("temperature", "max_new_tokens", "ignore_eos", "stop", "stop_token_ids", "no_stop_trim", "n")
+SAMPLING_PARAMS = {field.name for field in msgspec.structs.fields(SamplingParams)}
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class Settings:
         name: for the tests' ids.
         flags: of `launch_server`, without dashes; True stands for a flag without a value.
         dflash_flags: flags that only the server with speculation gets.
+        plain_flags: flags that only the server without speculation gets.
         env: environment variables.
     """
 
     name: str
     flags: tuple[tuple[str, Any], ...] = ()
     dflash_flags: tuple[tuple[str, Any], ...] = ()
+    plain_flags: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -76,8 +82,7 @@ class Settings:
 
     def command(self, dflash: bool) -> tuple[str, ...]:
         flags = FLAGS | dict(self.flags)
-        if dflash:
-            flags |= DFLASH_FLAGS | dict(self.dflash_flags)
+        flags |= DFLASH_FLAGS | dict(self.dflash_flags) if dflash else dict(self.plain_flags)
         parts = [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in flags.items()]
         return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
 

@@ -1,4 +1,4 @@
-"""Greedy acceptance in torch."""
+"""Acceptance of a drafted prefix in torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch
 from sglang_dflash.accept import Acceptance
 
 
-def accept_greedy(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
+def accept_prefix(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
     """Longest draft prefix the target agrees with, then the bonus token.
 
     Args:
         block_tokens: [bs, B] int64, the verified rows: the last bonus token and B - 1 draft tokens.
-        target_tokens: [bs, B] int64, the target's argmax after each row.
+        target_tokens: [bs, B] int64, the target's token after each row: its argmax, or one drawn from its distribution.
+            A drafted token is a point mass, so comparing it with a draw p accepts it with p(token), and a draw that
+            differs is distributed as p without that token: rejection sampling without its coins.
         seq_lens: [bs] int64, committed tokens before this block.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Greedy acceptance in one launch."""
+"""Acceptance of a drafted prefix in one launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_dflash.accept import Acceptance
 
 
 @triton.jit
-def _accept_greedy_kernel(
+def _accept_prefix_kernel(
     block_tokens,
     target_tokens,
     seq_lens,
@@ -38,12 +38,12 @@ def _accept_greedy_kernel(
     tl.store(new_seq_lens + request, tl.load(seq_lens + request).to(tl.int64) + accept_len)
 
 
-def accept_greedy(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
-    """See :func:`sglang_dflash.reference.accept_greedy.accept_greedy`."""
+def accept_prefix(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
+    """See :func:`sglang_dflash.reference.accept_prefix.accept_prefix`."""
     bs, block_size = block_tokens.shape
     accepted = Acceptance.empty(bs, block_size, block_tokens.device)
     if bs:
-        _accept_greedy_kernel[(bs,)](
+        _accept_prefix_kernel[(bs,)](
             block_tokens.contiguous(),
             target_tokens.contiguous(),
             seq_lens,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.accept_greedy import accept_greedy
-from sglang_dflash.reference.accept_greedy import accept_greedy as reference
+from sglang_dflash.kernels.accept_prefix import accept_prefix
+from sglang_dflash.reference.accept_prefix import accept_prefix as reference
 
 
 @pytest.mark.parametrize("bs", [0, 1, 5, 64])
@@ -14,11 +14,11 @@ def test_matches_reference(bs, block_size, vocab, device):
         torch.randint(0, vocab, (bs, block_size), device=device),
         torch.randint(0, 2**40, (bs,), device=device),
     )
-    got, want = accept_greedy(*args), reference(*args)
+    got, want = accept_prefix(*args), reference(*args)
     torch.testing.assert_close(got.packed, want.packed, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("accept", [accept_greedy, reference])
+@pytest.mark.parametrize("accept", [accept_prefix, reference])
 def test_by_hand(accept, device):
     def tensor(rows):
         return torch.tensor(rows, device=device)

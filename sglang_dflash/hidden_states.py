@@ -1,0 +1,31 @@
+"""The target's last hidden states, for requests that ask for them, beside the features that the drafter needs.
+
+SGLang returns either the captured layers or the last hidden states. A server that was started with
+`--enable-return-hidden-states` gets the last ones as one more captured layer.
+Shapes: T tokens, F captured target layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from torch import nn
+
+_targets: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
+
+
+def capture_last_hidden_states(target_model: nn.Module) -> None:
+    """From now on this model's captured hidden states are [T, (F + 1) * H]."""
+    _targets.update(module for module in target_model.modules() if isinstance(module, LogitsProcessor))
+
+
+def append_last_hidden_states(
+    original, processor: LogitsProcessor, hidden_states, hidden_states_before_norm, aux_hidden_states, *rest
+):
+    """AROUND `LogitsProcessor._get_hidden_states_to_store`; `aux_hidden_states` are the captured layers."""
+    if processor in _targets and aux_hidden_states is not None:
+        captured = [aux_hidden_states] if isinstance(aux_hidden_states, torch.Tensor) else aux_hidden_states
+        aux_hidden_states = [*captured, hidden_states]
+    return original(processor, hidden_states, hidden_states_before_norm, aux_hidden_states, *rest)

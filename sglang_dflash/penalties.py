@@ -1,0 +1,164 @@
+"""What a request's own output changes about its next token: penalties, and stop tokens before `min_new_tokens`.
+
+SGLang counts output tokens when the scheduler has seen them, which under overlap scheduling is a step too late, and
+knows one count per request where a block needs one per row. Here they are counted on the device, as they are decided.
+Shapes: bs requests, B rows of a block, V tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.common import is_pin_memory_available
+
+from sglang_dflash import ops
+from sglang_dflash.accept import Acceptance
+from sglang_dflash.reference.apply_penalties import penalties_of
+
+
+def are_penalised(info: SamplingBatchInfo) -> bool:
+    """Whether any request of a batch has a penalty or `min_new_tokens`, while SGLang runs the batch."""
+    return info.acc_additive_penalties is not None
+
+
+class Penalties:
+    """The penalties of every running request, and the counts that they depend on."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (num_slots, vocab_size)
+        self._device = device
+        # [request slots, V] int32, from the first penalised request on: few servers ever need it.
+        self._counts: torch.Tensor | None = None
+
+    def begin(self, reqs: list[Req], slots: torch.Tensor, info: SamplingBatchInfo) -> None:
+        """Before a prefill, which draws a token of each request: count what they generated before a retraction.
+
+        Args:
+            slots: [bs], rows of the request pool.
+            info: of the batch; where needed, its penalties are made those of the whole output.
+        """
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        self._counts[slots] = 0
+        if not any(req.output_ids for req in reqs):
+            return
+        of_request = [i for i, req in enumerate(reqs) for _ in req.output_ids]
+        tokens = [token for req in reqs for token in req.output_ids]
+        self._count(slots[self._tensor(of_request)], self._tensor(tokens), 1)
+        parameters = _Parameters.of(reqs, self._device)
+        # SGLang's own begin at zero again.
+        info.acc_additive_penalties, info.acc_scaling_penalties = penalties_of(
+            self._counts[slots], parameters.frequency, parameters.presence, parameters.repetition
+        )
+        generated = self._tensor([len(req.output_ids) for req in reqs])
+        parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
+
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count one token, [bs], of each request."""
+        self._count(slots, tokens, 1)
+
+    def count_accepted(self, slots: torch.Tensor, accepted: Acceptance) -> None:
+        """Count what a cycle committed, the bonus tokens included."""
+        bs, block_size = accepted.out_tokens.shape
+        rows = torch.arange(block_size, device=self._device)
+        is_committed = rows < accepted.accept_lens[:, None]
+        self._count(slots[:, None].expand(bs, block_size), accepted.out_tokens, is_committed)
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        block_tokens: torch.Tensor,
+        reqs: list[Req],
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        """Adjust the target's logits of a block in place, each row by the tokens before it.
+
+        Args:
+            logits: [bs * B, V] float32.
+            block_tokens: [bs, B] int64, the bonus token, which is counted already, and the draft tokens.
+            slots: [bs], rows of the request pool.
+            seq_lens: [bs], committed tokens with KV; the bonus token has none.
+        """
+        parameters = _Parameters.of(reqs, self._device)
+        prompt_lens = self._tensor([len(req.origin_input_ids) for req in reqs])
+        rows = logits.view(*block_tokens.shape, logits.shape[1])
+        parameters.suppress_stop_tokens(rows, seq_lens + 1 - prompt_lens)
+        ops.apply_penalties(
+            logits,
+            block_tokens,
+            self._counts,
+            slots,
+            parameters.frequency,
+            parameters.presence,
+            parameters.repetition,
+        )
+
+    def _count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int) -> None:
+        flat = (slots.to(torch.int64) * self._shape[1] + tokens).reshape(-1)
+        times = torch.as_tensor(times, dtype=torch.int32, device=self._device).expand(tokens.shape).reshape(-1)
+        self._counts.view(-1).scatter_add_(0, flat, times)
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return _to_device(values, torch.int64, self._device)
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Of the requests of one batch.
+
+    Attributes:
+        frequency, presence, repetition: [bs] float32.
+        min_new_tokens: [bs] int64.
+        stop_token_ids: [bs, n] int64, a request's stop tokens, repeated to equal length.
+    """
+
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
+    min_new_tokens: torch.Tensor
+    stop_token_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, reqs: list[Req], device: torch.device) -> _Parameters:
+        params = [req.sampling_params for req in reqs]
+        penalties = [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty] for p in params]
+        stops = [_stop_token_ids(req) if req.sampling_params.min_new_tokens else [] for req in reqs]
+        longest = max(map(len, stops))
+        # Any token serves a request without stop tokens: it has none to suppress.
+        padded = [(ids or [0]) + [(ids or [0])[0]] * (longest - max(len(ids), 1)) for ids in stops]
+        min_new_tokens = [p.min_new_tokens if ids else 0 for p, ids in zip(params, stops, strict=True)]
+        return cls(
+            *_to_device(penalties, torch.float32, device).T.contiguous().unbind(),
+            _to_device(min_new_tokens, torch.int64, device),
+            _to_device(padded, torch.int64, device),
+        )
+
+    def suppress_stop_tokens(self, logits: torch.Tensor, generated: torch.Tensor) -> None:
+        """Rule out stop tokens, in place, in rows whose token would come before `min_new_tokens`.
+
+        Args:
+            logits: [bs, rows, V].
+            generated: [bs], tokens generated before the first row's.
+        """
+        bs, num_rows, _ = logits.shape
+        ids = self.stop_token_ids[:, None].expand(bs, num_rows, -1)
+        row = torch.arange(num_rows, device=logits.device)
+        too_early = (generated[:, None] + row < self.min_new_tokens[:, None])[..., None]
+        logits.scatter_(2, ids, logits.gather(2, ids).masked_fill(too_early, -torch.inf))
+
+
+def _stop_token_ids(req: Req) -> list[int]:
+    """What SGLang's `BatchedMinNewTokensPenalizer` suppresses."""
+    ids = set(req.sampling_params.stop_token_ids or ()) | set(req.tokenizer.additional_stop_token_ids or ())
+    if req.tokenizer.eos_token_id is not None:
+        ids.add(req.tokenizer.eos_token_id)
+    return sorted(ids)
+
+
+def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=is_pin_memory_available(device))
+    return pinned.to(device, non_blocking=True)

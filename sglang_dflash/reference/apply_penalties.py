@@ -1,0 +1,52 @@
+"""Frequency, presence and repetition penalties in torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def penalties_of(
+    counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor, repetition: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang's penalizers add to logits, and what they scale them by afterwards.
+
+    Args:
+        counts: [bs, V] int32, how often each token was generated.
+        frequency, presence, repetition: [bs] float32.
+
+    Returns:
+        [bs, V] float32 addends and [bs, V] float32 factors, which divide positive logits and multiply others.
+    """
+    seen = counts > 0
+    addends = -(frequency[:, None] * counts) - presence[:, None] * seen
+    return addends, torch.where(seen, repetition[:, None], 1.0)
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    block_tokens: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """Penalise, in place, each row of a block by the tokens generated before it, those of the block included.
+
+    Args:
+        logits: [bs * B, V] float32, the target's rows.
+        block_tokens: [bs, B] int64; `counts` has column 0 already.
+        counts: [slots, V] int32, how often each token was generated, by request slot.
+        slots: [bs] int64, the requests' rows of `counts`.
+        frequency, presence, repetition: [bs] float32; 0, 0 and 1 leave a request's logits alone.
+    """
+    bs, block_size = block_tokens.shape
+    rows = logits.view(bs, block_size, logits.shape[1])
+    generated = counts[slots]
+    one = torch.ones((bs, 1), dtype=counts.dtype, device=counts.device)
+    for j in range(block_size):
+        if j > 0:
+            generated.scatter_add_(1, block_tokens[:, j : j + 1], one)
+        addends, factors = penalties_of(generated, frequency, presence, repetition)
+        row = rows[:, j] + addends
+        rows[:, j] = torch.where(row < 0, row * factors, row / factors)

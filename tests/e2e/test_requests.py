@@ -1,0 +1,187 @@
+"""What a request may ask for beside tokens, and what changes them: the answers are those without speculation.
+
+The server without speculation runs without overlap scheduling: with it, SGLang's penalties and what it hands to custom
+logit processors are a token late.
+"""
+
+import json
+import math
+
+import pytest
+from serving import Settings, assert_same_answers
+from sglang.srt.sampling.custom_logit_processor import (
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
+
+FLAGS = (("enable-custom-logit-processor", True), ("enable-return-hidden-states", True))
+SYNC = ("disable-overlap-schedule", True)
+SETTINGS = [
+    Settings("requests", flags=FLAGS, plain_flags=(SYNC,)),
+    Settings("requests-sync", flags=(*FLAGS, SYNC)),
+]
+pytestmark = pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
+
+NEWLINE = 200
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": [1, 20, 300]}},
+    "required": ["name", "size"],
+}
+STRUCTURAL_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+
+ADJUSTED = {
+    "frequency_penalty": {"frequency_penalty": 0.7},
+    "negative frequency_penalty": {"frequency_penalty": -0.2},
+    "presence_penalty": {"presence_penalty": 0.9},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "frequency and presence": {"frequency_penalty": 0.4, "presence_penalty": 0.3},
+    "min_new_tokens": {"min_new_tokens": 40, "stop_token_ids": [NEWLINE, 13], "ignore_eos": False},
+    "logit_bias": {"logit_bias": {"263": 4.0, str(NEWLINE): -100}},
+    "penalty and bias": {"presence_penalty": 0.5, "logit_bias": {"263": 2.0}, "min_new_tokens": 10},
+    "no repeated 3-gram": {
+        "custom_logit_processor": DeepseekOCRNoRepeatNGramLogitProcessor.to_str(),
+        "custom_params": {"ngram_size": 3, "window_size": 100},
+    },
+    "disallowed tokens": {
+        "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
+        "custom_params": {"token_ids": [NEWLINE, 263]},
+    },
+}
+GRAMMARS = {
+    "regex": {"regex": r"(def [a-z]+\(\):\n    return [a-z]+\n)+"},
+    "json_schema": {"json_schema": json.dumps(SCHEMA)},
+    "ebnf": {"ebnf": 'root ::= "x = " expr\nexpr ::= [a-z]+ | expr " + " expr'},
+    "structural_tag": {"structural_tag": json.dumps(STRUCTURAL_TAG), "logit_bias": {"28": 30.0}},
+}
+
+
+def generate(prompts, **options):
+    options = {"max_new_tokens": 60, "ignore_eos": True} | options
+    return lambda server: server.generate_concurrently([{"input_ids": prompt} | options for prompt in prompts])
+
+
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_adjusted_logits(pair, prompts, name):
+    unadjusted = pair.plain.generate(prompts[:3], max_new_tokens=60, ignore_eos=True)
+
+    answers = pair.lossless(generate(prompts[:3], **ADJUSTED[name]))
+
+    assert any(answer["output_ids"] != other["output_ids"] for answer, other in zip(answers, unadjusted))
+    assert sum(answer["meta_info"]["spec_verify_ct"] for answer in answers) < 3 * 59
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammars(pair, prompts, name):
+    # Without speculation, SGLang lets a request that ignores its end write one token past its grammar.
+    answers = pair.lossless(generate(prompts[:4], **GRAMMARS[name], ignore_eos=False, max_new_tokens=120))
+
+    if name == "json_schema":
+        objects = [json.loads(a["text"]) for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
+        assert objects
+        assert all(set(answer) == {"name", "size"} for answer in objects)
+
+
+def test_everything_in_one_batch(pair, prompts):
+    requests = [
+        {"input_ids": prompts[i], "max_new_tokens": 70} | params
+        for i, params in enumerate([*ADJUSTED.values(), *GRAMMARS.values(), {}, {"return_logprob": True}])
+    ]
+
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+
+
+def flat(values):
+    """Numbers of nested lists, in order; token texts are left out."""
+    if isinstance(values, list):
+        return [number for value in values for number in flat(value)]
+    return [values] if isinstance(values, (int, float)) else []
+
+
+def test_log_probabilities(pair, prompts):
+    options = {
+        "return_logprob": True,
+        "top_logprobs_num": 4,
+        "token_ids_logprob": [5, NEWLINE],
+        "logprob_start_len": 3,
+        "frequency_penalty": 0.3,
+    }
+
+    dflash, plain = pair.ask(generate(prompts[:4], **options))
+
+    assert_same_answers(dflash, plain)
+    for mine, expected in zip(dflash, plain):
+        fields = [name for name in expected["meta_info"] if name.endswith(("_logprobs", "_logprob"))]
+        assert len(fields) >= 6
+        for field in fields:
+            numbers = flat(expected["meta_info"][field])
+            assert len(numbers) > 4
+            assert flat(mine["meta_info"][field]) == pytest.approx(numbers, abs=1e-4)
+        assert len(mine["meta_info"]["output_token_logprobs"]) == len(mine["output_ids"])
+
+
+def test_log_probabilities_of_some(pair, prompts):
+    """One request of a batch asks for them, and each for other ones."""
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 40} | options
+        for prompt, options in zip(
+            prompts[:3], [{}, {"return_logprob": True, "top_logprobs_num": 2}, {"return_logprob": True}]
+        )
+    ]
+
+    dflash, plain = pair.ask(lambda server: server.generate_concurrently(requests))
+
+    assert_same_answers(dflash, plain)
+    assert "output_token_logprobs" not in dflash[0]["meta_info"]
+    for mine, expected in zip(dflash[1:], plain[1:]):
+        for field in ("output_token_logprobs", "output_top_logprobs"):
+            if field in expected["meta_info"]:
+                assert flat(mine["meta_info"][field]) == pytest.approx(flat(expected["meta_info"][field]), abs=1e-4)
+
+
+def test_openai_log_probabilities(pair):
+    completion = {"model": "tiny", "prompt": "def f(x):\n", "temperature": 0, "max_tokens": 30, "logprobs": 3}
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "def f(x):\n"}],
+        "temperature": 0,
+        "max_tokens": 30,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    for path, body in (("/v1/completions", completion | {"echo": True}), ("/v1/chat/completions", chat)):
+        dflash, plain = pair.ask(lambda server, path=path, body=body: server.post(path, body)["choices"][0])
+
+        numbers = flat_values(plain["logprobs"])
+        assert len(numbers) > 30
+        assert flat_values(dflash["logprobs"]) == pytest.approx(numbers, abs=1e-4)
+        assert dflash["finish_reason"] == plain["finish_reason"]
+
+
+def flat_values(tree):
+    if isinstance(tree, dict):
+        return [number for key in sorted(tree) for number in flat_values(tree[key])]
+    if isinstance(tree, list):
+        return [number for value in tree for number in flat_values(value)]
+    return [float(tree)] if isinstance(tree, (int, float)) and math.isfinite(tree) else []
+
+
+def test_hidden_states(pair, prompts):
+    # Prompts without a common prefix: there are none for tokens that the radix cache knows.
+    requests = [
+        {"input_ids": [10 + i, *prompt], "max_new_tokens": 30, "ignore_eos": True, "return_hidden_states": i != 1}
+        for i, prompt in enumerate(prompts[:3])
+    ]
+
+    dflash, plain = pair.ask(lambda server: server.generate_concurrently(requests))
+
+    assert_same_answers(dflash, plain)
+    assert "hidden_states" not in dflash[1]["meta_info"]
+    for mine, expected in ((dflash[0], plain[0]), (dflash[2], plain[2])):
+        numbers = flat(expected["meta_info"]["hidden_states"])
+        assert len(numbers) > 30 * 64
+        assert flat(mine["meta_info"]["hidden_states"]) == pytest.approx(numbers, abs=1e-3)
