@@ -200,10 +200,11 @@ class DFlashWorker(BaseSpecWorker):
             [bs, B] int64, the bonus token and the draft tokens.
         """
         bs = batch.batch_size()
-        context_lens, kv_lens_cpu = batch.seq_lens, batch.seq_lens_cpu
+        context_lens, kv_lens_cpu, kv_lens_sum = batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum
         if self._draft_window is not None:
             context_lens = self._draft_window.fill(batch.req_pool_indices, batch.seq_lens)
             kv_lens_cpu = self._draft_window.host_kv_lens(kv_lens_cpu)
+            kv_lens_sum = int(kv_lens_cpu.sum())
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
@@ -211,7 +212,7 @@ class DFlashWorker(BaseSpecWorker):
             req_pool_indices=batch.req_pool_indices,
             seq_lens=context_lens,
             seq_lens_cpu=kv_lens_cpu,
-            seq_lens_sum=int(kv_lens_cpu.sum()),
+            seq_lens_sum=kv_lens_sum,
             out_cache_loc=out_cache_loc,
             positions=positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
