@@ -30,23 +30,19 @@ def checkpoints(tmp_path_factory):
     return write_windowed_pair(tmp_path_factory.mktemp("windowed"))
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda param: param[0])
-def pair(request, keeper, checkpoints):
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: param[0])
+def settings(request, checkpoints):
+    """In place of the settings that other tests name: these need the checkpoints' paths."""
     name, flags = request.param
     target, drafter = checkpoints
-    pair = keeper.pair(
-        Settings(
-            name,
-            flags=(*flags, ("model-path", str(target))),
-            dflash_flags=(
-                ("speculative-draft-model-path", str(drafter)),
-                ("speculative-dflash-block-size", BLOCK_SIZE),
-            ),
-        )
+    return Settings(
+        name,
+        flags=(*flags, ("model-path", str(target))),
+        dflash_flags=(
+            ("speculative-draft-model-path", str(drafter)),
+            ("speculative-dflash-block-size", BLOCK_SIZE),
+        ),
     )
-    yield pair
-    pair.ask(lambda server: server.flush_cache())
-    pair.ask(lambda server: server.wait_until_empty())
 
 
 @pytest.fixture(scope="module")
