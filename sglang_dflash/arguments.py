@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
 
+TARGET_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
 # Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults. SGLang derives the
 # flag from the field, with dashes.
 UNSUPPORTED = (
@@ -65,7 +67,6 @@ UNSUPPORTED = (
     "speculative_adaptive_config",
     "speculative_token_map",
     "speculative_use_rejection_sampling",
-    "speculative_draft_window_size",
     "speculative_accept_threshold_single",
     "speculative_accept_threshold_acc",
     "speculative_moe_runner_backend",
@@ -84,6 +85,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
         hooks.verify()
         refuse_unsupported(server_args)
         load_drafter_config(server_args)
+        check_draft_window(server_args)
     original(server_args)
 
 
@@ -145,8 +147,17 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
 
 
+def check_draft_window(server_args: ServerArgs) -> None:
+    window = server_args.speculative_draft_window_size
+    if window is not None and window < 1:
+        raise ConfigError(
+            f"--speculative-draft-window-size must be at least 1, got {window}: the context tokens that the drafter "
+            "sees; leave it out to let it see all."
+        )
+
+
 def check_dtypes(server_args: ServerArgs) -> None:
-    """The drafter computes, and keeps its KV, in the model's dtype."""
+    """The drafter computes, and keeps its KV, in the model's dtype; the target's KV may be quantised."""
     quantization = server_args.speculative_draft_model_quantization
     if quantization is not None:
         raise ConfigError(
@@ -154,9 +165,10 @@ def check_dtypes(server_args: ServerArgs) -> None:
             "needs an unquantised drafter; set --speculative-draft-model-quantization unquant."
         )
     kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
-    if kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+    if kv_cache_dtype not in TARGET_KV_DTYPES:
         raise ConfigError(
-            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH keeps its drafter's KV in the model's dtype; leave it at auto."
+            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH verifies with a target KV cache in one of "
+            f"{', '.join(TARGET_KV_DTYPES)}."
         )
 
 

@@ -36,11 +36,7 @@ class ContextWriter:
                     "--speculative-draft-model-quantization unquant."
                 )
         first = attentions[0]
-        if pool.dtype != first.qkv_proj.weight.dtype:
-            raise ConfigError(
-                f"--kv-cache-dtype {pool.dtype}: DFLASH keeps its drafter's KV in the model's dtype "
-                f"{first.qkv_proj.weight.dtype}; leave --kv-cache-dtype at auto."
-            )
+        assert pool.dtype == first.qkv_proj.weight.dtype
         self._model = model
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon

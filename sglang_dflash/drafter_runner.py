@@ -14,7 +14,10 @@ from sglang.srt.server_args import ServerArgs
 def build_draft_worker(
     server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
 ) -> TpModelWorker:
-    """A worker for the drafter checkpoint, on the drafter's own attention backend and the target's context length."""
+    """A worker for the drafter checkpoint, on its own attention backend, with the target's context length and dtype.
+
+    Its KV pool has that dtype too, whatever `--kv-cache-dtype` makes of the target's.
+    """
     backend = server_args.speculative_draft_attention_backend
     draft_args = deepcopy(server_args)
     draft_args.override(
@@ -26,6 +29,7 @@ def build_draft_worker(
         # A checkpoint may name another dtype, or none.
         dtype=str(target_worker.model_runner.dtype).removeprefix("torch."),
         context_length=target_worker.model_runner.model_config.context_len,
+        kv_cache_dtype="auto",
         load_format=server_args.speculative_draft_load_format or server_args.load_format,
         # The target's resolved value lives in the schedule, not in its arguments.
         disable_chunked_prefix_cache=get_schedule().disable_chunked_prefix_cache,

@@ -15,6 +15,8 @@ from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.utils.common import is_pin_memory_available
 
+from sglang_dflash.memory import swa_eviction_interval
+
 
 class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
     """One block per request, verified by the target as a causal chain.
@@ -61,7 +63,7 @@ class DFlashDraftInput(SpecInput):
         Mirrors the accounting of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`, which has already made
         sure that the slots are there: up to two blocks past what the CPU knows to be committed, in whole pages.
         """
-        batch.maybe_evict_swa()
+        evict_target_window(batch)
         if not batch.reqs:
             return
         page_size = batch.token_to_kv_pool_allocator.page_size
@@ -110,3 +112,20 @@ class DFlashDraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def evict_target_window(batch: ScheduleBatch) -> None:
+    """Give back the slots of tokens that have left the target's windows, as often per token as without speculation.
+
+    `ScheduleBatch.maybe_evict_swa` counts steps, and a step of ours commits up to a block of tokens.
+    """
+    batch.maybe_evict_swa()
+    if not batch.tree_cache.supports_swa():
+        return
+    window, interval = batch.tree_cache.sliding_window_size, swa_eviction_interval()
+    for req in batch.reqs:
+        # The bonus token has no KV yet. In the step after the prefill the prefill may still be running.
+        committed = req.seqlen - 1
+        evicted = max(req.kv.swa_evicted_seqlen, req.cache_protected_len)
+        if req.decode_batch_idx >= 1 and committed - window - evicted >= interval:
+            batch._evict_swa(req, committed)

@@ -68,8 +68,12 @@ def generate_request(
     algorithm = SpeculativeAlgorithm.from_string(manager.server_args.speculative_algorithm)
     if algorithm.is_dflash() and isinstance(obj, GenerateReqInput):
         params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+        vocab_size = manager.model_config.vocab_size
         for each in params:
-            check_sampling_params(each)
+            check_sampling_params(each, vocab_size)
+        _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
+        _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
+        _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
         prompts = next((p for p in (obj.text, obj.input_ids, obj.input_embeds) if isinstance(p, list)), [])
         num_answers = max(len(prompts), 1) * max((each.get("n") or 1 for each in params), default=1)
         if num_answers > MAX_ANSWERS:
@@ -77,7 +81,7 @@ def generate_request(
     return original(manager, obj, *args, **kwargs)
 
 
-def check_sampling_params(params: object) -> None:
+def check_sampling_params(params: object, vocab_size: int) -> None:
     """Raise ValueError naming a sampling parameter of the wrong type, which SGLang would find too late, or never."""
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params is {params!r}, not an object.")
@@ -96,12 +100,24 @@ def check_sampling_params(params: object) -> None:
             raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
     if params.get("n") is not None and params["n"] < 1:
         raise ValueError(f"n={params['n']}: at least one answer has to be asked for.")
+    if params.get("min_new_tokens"):
+        # Until then their logits are -inf.
+        _check_integers("stop_token_ids", params.get("stop_token_ids"), 0, vocab_size - 1)
     patterns = params.get("stop_regex") or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"stop_regex={pattern!r} is not a regular expression: {error}.") from error
+
+
+def _check_integers(name: str, values: object, smallest: int, largest: int) -> None:
+    """Raise ValueError unless this is an integer in a range, or a list of such values; None stands for the default."""
+    if isinstance(values, list | tuple | set):
+        for value in values:
+            _check_integers(name, value, smallest, largest)
+    elif values is not None and not (type(values) is int and smallest <= values <= largest):
+        raise ValueError(f"{name} has {values!r}, expected an integer from {smallest} to {largest}.")
 
 
 def refuse_request(req: Req, enable_overlap: bool) -> str | None:

@@ -30,10 +30,12 @@ from sglang_dflash import ops
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.context import ContextWriter
 from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.drafter_runner import build_draft_worker
 from sglang_dflash.graphs import GraphTail
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.metrics import CycleMetrics
 from sglang_dflash.sampling import BlockSampler, takes_argmax
 from sglang_dflash.simulate import SIMULATED, simulate_acceptance
@@ -63,6 +65,7 @@ class DFlashWorker(BaseSpecWorker):
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
+        self._draft_window: DraftWindow | None = None
         self._draft_head = DraftHead.of(draft_model, target_model.lm_head, get_tp_group())
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
         self._draft_spec_info = DFlashVerifyInput(
@@ -84,11 +87,20 @@ class DFlashWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
-        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        target_runner = self.target_worker.model_runner
+        window = target_runner.server_args.speculative_draft_window_size
+        if window is not None:
+            self._draft_window = DraftWindow(window, target_runner.page_size, self.block_size, req_to_token_pool)
+        draft_rows = req_to_token_pool if window is None else self._draft_window.pool
+        super().alloc_memory_pool(memory_pool_config, draft_rows, token_to_kv_pool_allocator)
+        self.req_to_token_pool = req_to_token_pool
+        check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
+        self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
+        logger.info("%s", self._kv_memory)
         self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
         self._propose = GraphTail(self.draft_model_runner, self._fill_block)
-        self._decide = GraphTail(self.target_worker.model_runner, self._accept_argmax)
-        self._sampler = BlockSampler(self.target_worker.model_runner, get_tp_group())
+        self._decide = GraphTail(target_runner, self._accept_argmax)
+        self._sampler = BlockSampler(target_runner, get_tp_group())
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -97,6 +109,12 @@ class DFlashWorker(BaseSpecWorker):
             "worker": type(self).__name__,
             "block_size": self.block_size,
             "draft_attention_backend": self.draft_model_runner.server_args.attention_backend,
+            "draft_window_size": self.draft_model_runner.server_args.speculative_draft_window_size,
+            "kv_capacity_tokens": self._kv_memory.capacity,
+            "kv_bytes_per_token": {
+                "target": self._kv_memory.target_bytes_per_token,
+                "drafter": self._kv_memory.drafter_bytes_per_token,
+            },
             **self._metrics.snapshot(),
         }
 
@@ -193,14 +211,19 @@ class DFlashWorker(BaseSpecWorker):
             [bs, B] int64, the bonus token and the draft tokens.
         """
         bs = batch.batch_size()
+        context_lens, kv_lens_cpu, kv_lens_sum = batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum
+        if self._draft_window is not None:
+            context_lens = self._draft_window.fill(batch.req_pool_indices, batch.seq_lens)
+            kv_lens_cpu = self._draft_window.host_kv_lens(kv_lens_cpu)
+            kv_lens_sum = int(kv_lens_cpu.sum())
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
             input_ids=block_ids.view(-1),
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens=context_lens,
+            seq_lens_cpu=kv_lens_cpu,
+            seq_lens_sum=kv_lens_sum,
             out_cache_loc=out_cache_loc,
             positions=positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

@@ -35,6 +35,8 @@ def dflash_generate(
     max_new_tokens: int,
     *,
     block_size: int | None = None,
+    draft_window: int | None = None,
+    page_size: int = 1,
     stop_token_ids: Collection[int] = (),
 ) -> DFlashOutput:
     """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
@@ -43,6 +45,8 @@ def dflash_generate(
         target: a causal LM with full attention; its cache must support `crop`.
         input_ids: [n] or [1, n] int64, n >= 1.
         block_size: B, the drafter's own when None.
+        draft_window: context tokens that the drafter sees, the last ones; all when None.
+        page_size: the first of them is rounded down to a multiple of this.
         stop_token_ids: tokens that end the request.
     """
     block_size = block_size or drafter.config.block_size
@@ -57,7 +61,10 @@ def dflash_generate(
 
     while not is_finished(tokens, max_new_tokens, stop_token_ids):
         # Draft. The bonus token is the last committed one; neither model has its KV yet.
-        draft_tokens = draft_block(target, drafter, context_kv, bonus=tokens[-1], block_size=block_size)
+        seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
+        draft_tokens = draft_block(
+            target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
+        )
 
         # Verify: the target runs [bonus, d_1 .. d_{B-1}] as a causal chain.
         seq_len = target_cache.get_seq_length()
@@ -136,6 +143,11 @@ def context_length(context_kv: list[LayerKV]) -> int:
     return context_kv[0][0].shape[2] if context_kv else 0
 
 
+def window_start(seq_len: int, draft_window: int, page_size: int) -> int:
+    """The first of the last `draft_window` of `seq_len` context tokens, rounded down to a page."""
+    return max(0, seq_len - draft_window) // page_size * page_size
+
+
 def draft_block(
     target: PreTrainedModel,
     drafter: ReferenceDrafter,
@@ -143,8 +155,12 @@ def draft_block(
     *,
     bonus: int,
     block_size: int,
+    seen_from: int = 0,
 ) -> Tensor:
     """One drafter forward over `[bonus, mask x (B - 1)]`, right after the context.
+
+    Args:
+        seen_from: the first position of the context that the drafter sees.
 
     Returns:
         [B - 1] int64, the greedy draft tokens: row i predicts its own position, there is no shift.
@@ -154,8 +170,9 @@ def draft_block(
     block[0] = bonus
     block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
     block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
-    context_positions = torch.arange(seq_len, device=target.device)
-    hidden = drafter(block_embeds[None, None], block_positions[None, None], context_kv, context_positions[None])
+    context_positions = torch.arange(seen_from, seq_len, device=target.device)
+    seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
+    hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
     return drafter.draft_tokens(hidden[0, 0, 1:], target.get_output_embeddings())
 
 

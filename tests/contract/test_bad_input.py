@@ -282,7 +282,6 @@ UNSUPPORTED_VALUES = {
     "torchao_config": "int8wo",
     "speculative_adaptive_config": "adaptive.json",
     "speculative_token_map": "map.pt",
-    "speculative_draft_window_size": 512,
     "speculative_accept_threshold_single": 0.0,
     "speculative_accept_threshold_acc": 0.5,
     "speculative_moe_runner_backend": "triton",
@@ -327,7 +326,7 @@ def test_flag_that_is_off_is_accepted(field):
     [
         ({"speculative_draft_model_quantization": "fp8"}, "--speculative-draft-model-quantization fp8"),
         ({"quantization": "fp8"}, "--speculative-draft-model-quantization fp8"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
         (
             {"speculative_draft_attention_backend": "flashmla"},
             "--speculative-draft-attention-backend flashmla: DFLASH's drafter runs on",
@@ -344,6 +343,18 @@ def test_drafter_flags(flags, named):
 
 def test_unquantised_drafter_of_a_quantised_target():
     resolve(quantization="fp8", speculative_draft_model_quantization="unquant")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_dtype_of_the_target(kv_cache_dtype):
+    assert resolve(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype == kv_cache_dtype
+
+
+@pytest.mark.parametrize("window", [0, -5])
+def test_draft_window_size(window):
+    assert f"--speculative-draft-window-size must be at least 1, got {window}" in refusal(
+        speculative_draft_window_size=window
+    )
 
 
 @pytest.mark.skipif(not ON_CPU, reason="names what the CPU offers")

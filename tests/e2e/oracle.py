@@ -27,12 +27,25 @@ class Oracle:
         self._generate = functools.cache(self._compute)
 
     def generate(
-        self, input_ids: list[int], max_new_tokens: int, *, ignore_eos: bool = False, block_size: int = 16
+        self,
+        input_ids: list[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        block_size: int = 16,
+        draft_window: int | None = None,
+        page_size: int = 1,
     ) -> DFlashOutput:
-        return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, block_size)
+        return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, block_size, draft_window, page_size)
 
     def _compute(
-        self, input_ids: tuple[int, ...], max_new_tokens: int, ignore_eos: bool, block_size: int
+        self,
+        input_ids: tuple[int, ...],
+        max_new_tokens: int,
+        ignore_eos: bool,
+        block_size: int,
+        draft_window: int | None,
+        page_size: int,
     ) -> DFlashOutput:
         return dflash_generate(
             self._target,
@@ -40,6 +53,8 @@ class Oracle:
             torch.tensor(input_ids),
             max_new_tokens,
             block_size=block_size,
+            draft_window=draft_window,
+            page_size=page_size,
             stop_token_ids=() if ignore_eos else (EOS,),
         )
 

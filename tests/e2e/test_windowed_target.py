@@ -1,0 +1,89 @@
+"""A target with sliding-window layers: verification sees exactly their windows, whose slots are evicted in decode."""
+
+import re
+
+import pytest
+import torch
+from serving import Settings
+from transformers import AutoModelForCausalLM
+from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
+
+# SGLang's default of SGLANG_SWA_EVICTION_INTERVAL.
+EVICTION_INTERVAL = 128
+
+
+def layout(name: str, *flags: tuple) -> tuple:
+    """The pool of the sliding layers is a small part of the other's, and just large enough for the requests below."""
+    pools = (("max-total-tokens", 20000), ("swa-full-tokens-ratio", 0.1))
+    # The warm-up request is text, of tokens that this vocabulary does not have.
+    return name, (*pools, ("decode-log-interval", 5), ("skip-server-warmup", True), *flags)
+
+
+LAYOUTS = [
+    layout("windowed", ("chunked-prefill-size", 128)),
+    layout("windowed-page16-sync", ("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
+]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return write_windowed_pair(tmp_path_factory.mktemp("windowed"))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: param[0])
+def settings(request, checkpoints):
+    """In place of the settings that other tests name: these need the checkpoints' paths."""
+    name, flags = request.param
+    target, drafter = checkpoints
+    return Settings(
+        name,
+        flags=(*flags, ("model-path", str(target))),
+        dflash_flags=(
+            ("speculative-draft-model-path", str(drafter)),
+            ("speculative-dflash-block-size", BLOCK_SIZE),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints):
+    """transformers' own target, whose windows are exact."""
+    return AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def prompt_of(length: int, start: int = 0) -> list[int]:
+    """Tokens of the target's small vocabulary, in no order it could know."""
+    return [2 + (start + 7 * i + i * i // 5) % 14 for i in range(length)]
+
+
+def test_concurrent_requests_over_several_windows(pair, reference):
+    lengths = [1, 17, WINDOW - 1, WINDOW, WINDOW + 1, 100, 130, 200]
+    requests = [
+        {"input_ids": prompt_of(length, i), "max_new_tokens": 4 * WINDOW + 9 * i, "ignore_eos": True}
+        for i, length in enumerate(lengths)
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for request, answer in zip(requests, answers):
+        prompt, tokens = request["input_ids"], answer["output_ids"]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
+    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    assert cycles < 0.97 * sum(request["max_new_tokens"] for request in requests), "hardly a draft was accepted"
+    assert len({tuple(answer["output_ids"][-2 * WINDOW :]) for answer in answers}) == len(answers), "answers repeat"
+
+
+def test_a_long_answer_leaves_the_pool_of_the_sliding_layers_flat(pair):
+    """Which never holds more than the prompt, a window and what waits for its eviction."""
+    before = len(pair.dflash.log())
+    prompt = prompt_of(60)
+
+    answer = pair.lossless(lambda server: server.generate(prompt, max_new_tokens=900, ignore_eos=True))
+
+    assert len(answer["output_ids"]) == 900 and answer["meta_info"]["num_retractions"] == 0
+    in_use = [int(tokens) for tokens in re.findall(r"#swa token: (\d+)", pair.dflash.log()[before:])]
+    page_size = dict(pair.dflash.settings.flags).get("page-size", 1)
+    assert len(in_use) > 100
+    assert max(in_use) <= len(prompt) + WINDOW + EVICTION_INTERVAL + 2 * (BLOCK_SIZE + page_size)

@@ -1,0 +1,201 @@
+"""The drafter's KV in the memory budget: what is counted is what SGLang's own pools then take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from windowed import WINDOW, write_windowed_pair
+
+from sglang_dflash.arguments import load_drafter_config
+from sglang_dflash.config import ConfigError
+from sglang_dflash.memory import KVMemory, check_window_pool, drafter_kv_bytes_per_token
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+load_plugins()
+
+if torch.cuda.is_available():
+    pytest.skip("builds its pools on the CPU", allow_module_level=True)
+
+BUDGET = 8 << 20
+DTYPE = torch.float32
+MLA = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+
+
+def server_args(target: Path, drafter: Path, **changes) -> ServerArgs:
+    return ServerArgs(
+        model_path=str(target),
+        device="cpu",
+        attention_backend="torch_native",
+        dtype="float32",
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(drafter),
+        **changes,
+    )
+
+
+def drafter_with(folder: Path, **fields) -> Path:
+    folder.mkdir()
+    config = json.loads((DRAFTER_DIR / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def configurator(
+    args: ServerArgs, model: ModelConfig, kv_dtype: torch.dtype, drafter_of: SimpleNamespace | None = None
+) -> KVCacheConfigurator:
+    """SGLang's own, of a target, or of a drafter beside the pools of a target."""
+    of = drafter_of or SimpleNamespace(config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None)
+    num_layers = model.num_hidden_layers
+    return KVCacheConfigurator(
+        device="cpu",
+        gpu_id=0,
+        ps=SimpleNamespace(attn_dp_size=1, pp_size=1),
+        pp_group=None,
+        model=None,
+        model_config=model,
+        server_args=args,
+        kv_cache_dtype=kv_dtype,
+        kv_cache_dtype_str="auto",
+        model_dtype=DTYPE,
+        page_size=args.page_size,
+        sliding_window_size=WINDOW - 1 if model.is_hybrid_swa else None,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        is_draft_worker=drafter_of is not None,
+        post_capture_kv_active=False,
+        spec_aux_config=SpecAuxHiddenStateConfig(),
+        is_hybrid_swa=model.is_hybrid_swa,
+        is_hybrid_swa_compress=model.is_hybrid_swa_compress,
+        use_mla_backend=model.attention_arch == AttentionArch.MLA,
+        layer_info=ModelLayerInfo(start_layer=0, end_layer=num_layers, num_effective_layers=num_layers),
+        forward_stream=None,
+        req_to_token_pool=of.req_to_token_pool,
+        token_to_kv_pool_allocator=of.token_to_kv_pool_allocator,
+        memory_pool_config=of.config,
+    )
+
+
+def allocate(args: ServerArgs, target: Path, kv_dtype: torch.dtype = DTYPE) -> tuple[MemoryPoolConfig, list]:
+    """What a server with `BUDGET` bytes for KV allocates: its config, and the pools of target and drafter."""
+    with get_context().preserve_config(), get_parallel().override(attn_tp_size=1):
+        get_context().set_server_args(args)
+        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype)
+        config = kvc.config_from_budget(BUDGET)
+        config.max_running_requests = 4
+        pools = kvc._init_pools(
+            sizes=kvc._derive_pool_sizes(config=config), req_to_token_pool=None, token_to_kv_pool_allocator=None
+        )
+        beside = SimpleNamespace(
+            config=config,
+            req_to_token_pool=pools.req_to_token_pool,
+            token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
+        )
+        drafter = ModelConfig(args.speculative_draft_model_path, dtype="float32", is_draft_model=True)
+        result = configurator(args, drafter, DTYPE, beside).configure(pre_model_load_memory=0)
+    return config, [pools.token_to_kv_pool, result.token_to_kv_pool]
+
+
+def check(args: ServerArgs, target: Path, kv_dtype: torch.dtype, drafter_bytes: int) -> None:
+    """The drafter's slots cost what was counted, and both pools fill the budget and no more."""
+    config, (target_pool, drafter_pool) = allocate(args, target, kv_dtype)
+    drafter = load_drafter_config(args)
+    assert drafter_kv_bytes_per_token(drafter, 1, DTYPE) == drafter_bytes
+
+    memory = KVMemory.measure(target_pool, drafter_pool)
+
+    assert memory.drafter_bytes_per_token == drafter_bytes
+    assert memory.drafter_dtype == DTYPE
+    assert memory.capacity == drafter_pool.size == config.max_total_num_tokens
+    # A page more of every pool, which they keep to themselves, is outside of the budget.
+    per_token = memory.target_bytes_per_token + drafter_bytes
+    spare = BUDGET - per_token * config.max_total_num_tokens
+    assert -per_token * args.page_size < spare < per_token * 2 * args.page_size
+    assert f"{drafter_bytes} bytes of the drafter (torch.float32)" in str(memory)
+    assert f"room for {config.max_total_num_tokens} tokens" in str(memory)
+
+
+GEOMETRIES = [
+    ({}, 3 * 2 * 2 * 64 * 4),
+    ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 3 * 2 * 3 * 16 * 4),
+    ({"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}, 3 * 2 * 8 * 128 * 4),
+    ({"num_hidden_layers": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"]}, 1 * 2 * 1 * 64 * 4),
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("fields", "drafter_bytes"), GEOMETRIES)
+def test_drafters_of_a_dense_target(tmp_path, fields, drafter_bytes, page_size):
+    drafter = drafter_with(tmp_path / "drafter", **fields)
+    check(server_args(TARGET_DIR, drafter, page_size=page_size), TARGET_DIR, DTYPE, drafter_bytes)
+
+
+def test_quantised_kv_of_the_target_leaves_the_drafters_alone():
+    args = server_args(TARGET_DIR, DRAFTER_DIR)
+    check(args, TARGET_DIR, torch.float8_e5m2, 3 * 2 * 2 * 64 * 4)
+
+
+def test_latent_attention(tmp_path):
+    """Of the server's arguments only the drafter counts: the target's class cannot run here."""
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    check(server_args(TARGET_DIR, DRAFTER_DIR), tmp_path, DTYPE, 3 * 2 * 2 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"page_size": 16},
+        # With these two SGLang sizes the sliding layers' pool by requests, and the other by what is left.
+        {"disable_radix_cache": True, "chunked_prefill_size": 64, "max_running_requests": 1},
+    ],
+)
+def test_windowed_target(tmp_path, changes):
+    target, drafter = write_windowed_pair(tmp_path)
+    check(server_args(target, drafter, **changes), target, DTYPE, 2 * 2 * 3 * 128 * 4)
+
+
+def test_heads_are_spread_over_ranks_or_replicated():
+    config = load_drafter_config(server_args(TARGET_DIR, DRAFTER_DIR))
+    per_rank = [drafter_kv_bytes_per_token(config, tp_size, torch.bfloat16) for tp_size in (1, 2, 4)]
+    assert per_rank == [3 * 2 * heads * 64 * 2 for heads in (2, 1, 1)]
+
+
+def test_pool_of_sliding_layers_that_is_too_small_for_a_request(tmp_path):
+    target, drafter = write_windowed_pair(tmp_path)
+    needed = 47 + envs.SGLANG_SWA_EVICTION_INTERVAL.get() + 2 * 8 + 2
+    with get_context().preserve_config():
+        get_context().set_server_args(server_args(target, drafter))
+        check_window_pool(MemoryPoolConfig(5000, swa_max_total_num_tokens=needed), 47, page_size=1)
+        with pytest.raises(ConfigError) as caught:
+            check_window_pool(MemoryPoolConfig(5000, swa_max_total_num_tokens=needed - 1), 47, page_size=1)
+    assert f"room for {needed - 1} tokens" in str(caught.value) and "--swa-full-tokens-ratio" in str(caught.value)
+
+
+def test_target_without_full_layers():
+    with pytest.raises(ConfigError, match="sliding-window layers only"):
+        check_window_pool(MemoryPoolConfig(5000, full_max_total_num_tokens=0, swa_max_total_num_tokens=5000), 47, 1)
