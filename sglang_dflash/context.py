@@ -38,13 +38,18 @@ class ContextWriter:
         first = attentions[0]
         assert pool.dtype == first.qkv_proj.weight.dtype
         self._model = model
+        self._attentions = attentions
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs)
-        # One GEMM for the k and v of all layers.
+        self.fuse_weights()
+
+    def fuse_weights(self) -> None:
+        """Copy the layers' k and v weights into those of one GEMM; again whenever they have changed."""
+        attentions = self._attentions
         self._weight = torch.cat([a.qkv_proj.weight.data[a.q_size :] for a in attentions])
-        has_bias = first.qkv_proj.bias is not None
+        has_bias = attentions[0].qkv_proj.bias is not None
         self._bias = torch.cat([a.qkv_proj.bias.data[a.q_size :] for a in attentions]) if has_bias else None
         self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
 

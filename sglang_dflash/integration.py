@@ -7,7 +7,7 @@ import logging
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_flashinfer_available
 
-from sglang_dflash import arguments, formats, hidden_states, hooks, memory, requests, sampling, verify_logits
+from sglang_dflash import arguments, formats, hidden_states, hooks, memory, requests, sampling, verify_logits, weights
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.hooks import Hook
@@ -125,6 +125,14 @@ HOOKS = [
         function=hidden_states.append_last_hidden_states,
         why="SGLang captures either the drafter's features or what return_hidden_states asks for",
         until="LogitsProcessorOutput has a field for each",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_disk",
+        kind=HookType.AROUND,
+        function=weights.update_weights_from_disk,
+        why="the one checkpoint that a request names would be loaded into the target",
+        until="the request says whose weights it updates",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",

@@ -41,6 +41,7 @@ from sglang_dflash.sampling import BlockSampler, takes_argmax
 from sglang_dflash.simulate import SIMULATED, simulate_acceptance
 from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
+from sglang_dflash.weights import differences
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,16 @@ class DFlashWorker(BaseSpecWorker):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
         self._metrics.complete(num_correct_drafts_per_req)
+
+    def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
+        """Take the drafter's weights from another checkpoint of the same shape; if it has another, False and why."""
+        problems = differences(path, self.draft_model_runner.model.dflash_config)
+        if problems:
+            return False, f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}."
+        success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
+        if success:
+            self._context.fuse_weights()
+        return success, message
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """The request names a checkpoint of the target, which has just been updated; the drafter keeps its own."""

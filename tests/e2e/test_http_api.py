@@ -1,12 +1,15 @@
 """The HTTP API: streams, the OpenAI routes, and requests that DFLASH refuses."""
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from oracle import assert_same_cycles
+from safetensors.torch import load_file, save_file
 from serving import Settings, assert_same_answers
 
-from sglang_dflash.tiny_pair import TARGET_DIR
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
 
@@ -81,3 +84,34 @@ def test_updating_the_targets_weights_keeps_the_drafter(pair, prompts, oracle):
 
     assert answer["success"], answer["message"]
     assert_same_cycles(pair.dflash.generate(prompts[2], max_new_tokens=64), oracle.generate(prompts[2], 64))
+
+
+def test_updating_the_drafters_weights(pair, prompts, oracle, tmp_path):
+    """A worse drafter drafts worse, and the text stays; then the good one comes back."""
+    worse = tmp_path / "worse"
+    shutil.copytree(DRAFTER_DIR, worse)
+    tensors = load_file(worse / "model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, worse / "model.safetensors")
+    expected = oracle.generate(prompts[2], 64)
+
+    answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(worse)})
+    assert answer["success"], answer["message"]
+    by_worse = pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=64))
+    answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(DRAFTER_DIR)})
+    assert answer["success"], answer["message"]
+
+    assert by_worse["meta_info"]["spec_verify_ct"] > 1.2 * len(expected.accept_lengths)
+    assert_same_cycles(pair.dflash.generate(prompts[2], max_new_tokens=64), expected)
+
+
+def test_a_drafter_of_another_shape_is_refused(pair, prompts, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(DRAFTER_DIR, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+
+    refused = pair.dflash.try_post("/update_weights_from_disk", {"model_path": str(other)})
+
+    assert refused.status_code == 400
+    assert "intermediate_size=96" in refused.json()["message"]
+    pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=64))

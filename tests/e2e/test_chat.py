@@ -1,0 +1,50 @@
+"""Tool calls and reasoning through `/v1/chat/completions`: what a constrained answer holds, and that it is the same."""
+
+import json
+
+import pytest
+from serving import Settings
+
+SETTINGS = Settings("chat", flags=(("tool-call-parser", "qwen25"), ("reasoning-parser", "qwen3")))
+pytestmark = pytest.mark.parametrize("settings", [SETTINGS], indirect=True, ids=str)
+
+QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "class Stack:\n"}], "temperature": 0}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "push",
+        "parameters": {
+            "type": "object",
+            "properties": {"value": {"enum": [1, 2, 3]}, "name": {"type": "string", "maxLength": 8}},
+            "required": ["value", "name"],
+        },
+    },
+}
+
+
+def ask(pair, **body):
+    dflash, plain = pair.ask(lambda server: server.post("/v1/chat/completions", QUESTION | body)["choices"][0])
+    assert dflash["finish_reason"] == plain["finish_reason"]
+    return dflash["message"], plain["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "push"}}])
+def test_tool_calls(pair, choice):
+    dflash, plain = ask(pair, tools=[TOOL], tool_choice=choice, max_tokens=200)
+
+    calls = [call["function"] for call in dflash["tool_calls"]]
+    assert calls == [call["function"] for call in plain["tool_calls"]]
+    arguments = json.loads(calls[0]["arguments"])
+    assert calls[0]["name"] == "push"
+    assert arguments["value"] in (1, 2, 3)
+    assert len(arguments["name"]) <= 8
+
+
+def test_reasoning(pair):
+    """The grammar waits for the end of the reasoning."""
+    schema = {"name": "push", "schema": TOOL["function"]["parameters"]}
+
+    dflash, plain = ask(pair, response_format={"type": "json_schema", "json_schema": schema}, max_tokens=120)
+
+    assert dflash == plain
+    assert dflash["reasoning_content"] or dflash["content"]
