@@ -29,6 +29,23 @@ def test_retraction(pair, prompts):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
+def test_penalties_survive_retraction(keeper, prompts):
+    """SGLang's own forget what was generated before, so nothing is retracted without speculation."""
+    pair = keeper.pair(SMALL_POOLS[0], plain=Settings("sync", flags=(("disable-overlap-schedule", True),)))
+    requests = [
+        {"input_ids": prompt[:40], "max_new_tokens": 120, "ignore_eos": True} | penalty
+        for prompt, penalty in zip(
+            prompts, [{"frequency_penalty": 0.4}, {"repetition_penalty": 1.3}, {"min_new_tokens": 100}, {}] * 3
+        )
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    pair.dflash.flush_cache()
+    pair.dflash.wait_until_empty()
+
+
 @pytest.mark.parametrize("settings", SMALL_POOLS, indirect=True, ids=str)
 def test_a_request_that_fills_the_pool(pair, prompts):
     """It ends as early as its next two blocks might not fit, but it ends well."""
