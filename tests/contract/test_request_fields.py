@@ -22,7 +22,7 @@ PROVEN = {
     "rid": "e2e/test_pool.py::test_abort_in_mid_stream",
     "text": "contract/test_bad_requests.py::test_what_a_greedy_request_does_not_heed",
     "input_ids": "e2e/test_lossless.py::test_concurrent_requests_of_mixed_lengths",
-    "input_embeds": "e2e/test_features.py::test_input_embeddings",
+    "input_embeds": "e2e/test_embeddings.py::test_input_embeddings",
     "return_logprob": "e2e/test_requests.py::test_log_probabilities",
     "logprob_start_len": "e2e/test_requests.py::test_log_probabilities",
     "top_logprobs_num": "e2e/test_requests.py::test_log_probabilities",

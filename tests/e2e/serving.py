@@ -108,6 +108,22 @@ def free_port() -> int:
     return free_port()
 
 
+SYNC = ("disable-overlap-schedule", True)
+# For every kind of request. The server without speculation runs without overlap scheduling: with it, SGLang's penalties
+# and what it hands to custom logit processors are a token late.
+_REQUEST_FLAGS = (
+    ("enable-custom-logit-processor", True),
+    ("enable-return-hidden-states", True),
+    ("enable-priority-scheduling", True),
+    ("tool-call-parser", "qwen25"),
+    ("reasoning-parser", "qwen3"),
+)
+REQUESTS = Settings("requests", flags=_REQUEST_FLAGS, plain_flags=(SYNC,))
+REQUESTS_SYNC = Settings(
+    "requests-sync", flags=_REQUEST_FLAGS, dflash_flags=(SYNC, ("enable-metrics", True)), plain_flags=(SYNC,)
+)
+
+
 class ServerError(AssertionError):
     """The server died, did not come up or refused a request; ends with the tail of its log."""
 

@@ -4,9 +4,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import Settings, assert_same_answers
+from serving import REQUESTS, assert_same_answers
 
-SETTINGS = Settings("abuse", flags=(("enable-custom-logit-processor", True),))
 VOCAB_SIZE = 1024
 
 BAD = [
@@ -61,7 +60,7 @@ HOPELESS = [
 ]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS], indirect=True, ids=str)
+@pytest.mark.parametrize("settings", [REQUESTS], indirect=True, ids=str)
 def test_300_bad_requests(pair, prompts):
     chance = random.Random(0)
     good = [

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from serving import Settings
+from serving import REQUESTS
 
-SETTINGS = Settings("chat", flags=(("tool-call-parser", "qwen25"), ("reasoning-parser", "qwen3")))
-pytestmark = pytest.mark.parametrize("settings", [SETTINGS], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [REQUESTS], indirect=True, ids=str)
 
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "class Stack:\n"}], "temperature": 0}
 TOOL = {

@@ -4,32 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from serving import Settings, assert_same_answers
+from serving import REQUESTS, assert_same_answers
 
-from sglang_dflash.tiny_pair import TARGET_DIR
-
-SETTINGS = Settings("features", flags=(("disable-radix-cache", True), ("enable-priority-scheduling", True)))
-pytestmark = pytest.mark.parametrize("settings", [SETTINGS], indirect=True, ids=str)
-
-
-def test_input_embeddings(pair, prompts):
-    weights = {name: tensor for file in TARGET_DIR.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    embedding = weights["model.embed_tokens.weight"].to(torch.float32)
-    requests = [
-        {"input_embeds": embedding[prompt].tolist(), "sampling_params": {"temperature": 0, "max_new_tokens": 50}}
-        for prompt in prompts[:3]
-    ]
-
-    def ask(server):
-        with ThreadPoolExecutor(3) as threads:
-            return list(threads.map(lambda request: server.post("/generate", request), requests))
-
-    answers = pair.lossless(ask)
-
-    by_ids = pair.plain.generate(prompts[:3], max_new_tokens=50)
-    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in by_ids]
+pytestmark = pytest.mark.parametrize("settings", [REQUESTS], indirect=True, ids=str)
 
 
 def test_echo(pair):

@@ -1,26 +1,16 @@
-"""What a request may ask for beside tokens, and what changes them: the answers are those without speculation.
-
-The server without speculation runs without overlap scheduling: with it, SGLang's penalties and what it hands to custom
-logit processors are a token late.
-"""
+"""What a request may ask for beside tokens, and what changes them: the answers are those without speculation."""
 
 import json
 import math
 
 import pytest
-from serving import Settings, assert_same_answers
+from serving import REQUESTS, REQUESTS_SYNC, assert_same_answers
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor,
     DisallowedTokensLogitsProcessor,
 )
 
-FLAGS = (("enable-custom-logit-processor", True), ("enable-return-hidden-states", True))
-SYNC = ("disable-overlap-schedule", True)
-SETTINGS = [
-    Settings("requests", flags=FLAGS, plain_flags=(SYNC,)),
-    Settings("requests-sync", flags=(*FLAGS, SYNC)),
-]
-pytestmark = pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [REQUESTS, REQUESTS_SYNC], indirect=True, ids=str)
 
 NEWLINE = 200
 SCHEMA = {

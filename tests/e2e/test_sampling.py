@@ -1,12 +1,11 @@
 """Sampled answers: seeded ones are those without speculation, token for token, whatever the batch they are in."""
 
 import pytest
-from serving import Settings, assert_same_answers
+from serving import SYNC, Settings, assert_same_answers
 
 # Requests are sampled by their seeds only in this mode. The server without speculation runs without overlap scheduling,
 # with which its penalties would be a token late.
 SEEDED = ("enable-deterministic-inference", True)
-SYNC = ("disable-overlap-schedule", True)
 SETTINGS = [Settings("seeded", flags=(SEEDED,), plain_flags=(SYNC,)), Settings("seeded-sync", flags=(SEEDED, SYNC))]
 SAMPLED = {
     "temperature": {"temperature": 1.0},
