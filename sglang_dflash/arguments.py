@@ -123,8 +123,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
                 "it out, and set --speculative-dflash-block-size instead."
             )
         setattr(server_args, flag, 1)
-    backend = draft_attention_backend(server_args)
-    drafter.check_attention_backend(backend, block_size, DRAFT_BACKENDS[server_args.device.split(":")[0]])
+    choices = draft_attention_backends(server_args)
+    backend = draft_attention_backend(server_args, choices)
+    drafter.check_attention_backend(backend, block_size, choices)
     server_args.speculative_draft_attention_backend = backend
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
@@ -183,18 +184,23 @@ def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> 
         )
 
 
-def draft_attention_backend(server_args: ServerArgs) -> str:
-    """The drafter's attention backend: its own flag, else the target's decode backend."""
+def draft_attention_backends(server_args: ServerArgs) -> tuple[str, ...]:
+    """The attention backends that the device has for a drafter."""
     device = server_args.device.split(":")[0]
     if device not in DRAFT_BACKENDS:
         raise ConfigError(f"--device {server_args.device}: DFLASH runs on {' and '.join(DRAFT_BACKENDS)}.")
+    return DRAFT_BACKENDS[device]
+
+
+def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -> str:
+    """The drafter's attention backend: its own flag, else the target's decode backend."""
     asked = server_args.speculative_draft_attention_backend
     _, target_backend = attention_backends_of(resolved_view(server_args))
     backend = asked or target_backend
-    if backend not in DRAFT_BACKENDS[device]:
+    if backend not in choices:
         flag = "--speculative-draft-attention-backend" if asked else "--attention-backend"
         raise ConfigError(
-            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(DRAFT_BACKENDS[device])} on {device}; "
+            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {server_args.device.split(':')[0]}; "
             "choose one with --speculative-draft-attention-backend."
         )
     return backend

@@ -85,6 +85,16 @@ class DFlashConfig:
         windows = {layer.window for layer in self.layers if layer.window is not None}
         return windows.pop() if windows else None
 
+    def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
+        """Bytes of one token's keys and values in all layers, on one of `tp_size` ranks.
+
+        Args:
+            itemsize: bytes of one number of the KV pool.
+        """
+        # Fewer KV heads than ranks are replicated (`ModelConfig.get_num_kv_heads`).
+        num_kv_heads = max(1, self.num_key_value_heads // tp_size)
+        return len(self.layers) * 2 * num_kv_heads * self.head_dim * itemsize
+
     @classmethod
     def from_dict(cls, config: dict[str, Any], path: str) -> DFlashConfig:
         """Read z-lab's fields, settled by :func:`formats.to_qwen3_config`.

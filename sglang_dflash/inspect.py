@@ -42,8 +42,7 @@ class Inspection:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers, keys and values, in `dtype`."""
-        numbers = 2 * len(self.drafter.layers) * self.drafter.num_key_value_heads * self.drafter.head_dim
-        return numbers * self.dtype.itemsize
+        return self.drafter.kv_bytes_per_token(self.dtype.itemsize)
 
     def to_dict(self) -> dict:
         """The JSON object of `--json`."""
@@ -68,21 +67,33 @@ class Inspection:
 def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
     """Read both checkpoints, and collect every mismatch instead of raising at the first."""
     try:
-        raw = _read_config("TARGET", target_path)
-        target = TargetFacts.from_dict(raw, target_path)
+        target = TargetFacts.from_dict(_read_config("TARGET", target_path), target_path)
         check_checkpoint_path(drafter_path)
-        raw = _read_config("DRAFTER", drafter_path)
-        formats.refuse_others(raw, drafter_path)
-        hf_config = formats.to_qwen3_config(raw, drafter_path)
-        drafter = DFlashConfig.from_dict(hf_config.to_dict(), drafter_path)
-    except (ConfigError, StrictDataclassError) as error:
+        drafter, dtype = read_drafter(drafter_path)
+    except ConfigError as error:
         return Inspection(mismatches=[" ".join(str(error).split())])
     mismatches = drafter.mismatches(target)
     try:
-        mismatches += [f"tensor of {drafter_path}: {problem}" for problem in _tensor_problems(drafter)]
+        problems = tensor_problems(drafter, tensor_shapes(drafter_path))
+        mismatches += [f"tensor of {drafter_path}: {problem}" for problem in problems]
     except ConfigError as error:
         mismatches.append(str(error))
-    return Inspection(drafter, hf_config.dtype or torch.get_default_dtype(), mismatches)
+    return Inspection(drafter, dtype or torch.get_default_dtype(), mismatches)
+
+
+def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:
+    """A checkpoint's config, and the dtype that it names.
+
+    Raises:
+        ConfigError: it cannot be read, is of no DFlash drafter, or makes no sense.
+    """
+    raw = _read_config("DRAFTER", path)
+    formats.refuse_others(raw, path)
+    try:
+        hf_config = formats.to_qwen3_config(raw, path)
+    except StrictDataclassError as error:
+        raise ConfigError(str(error)) from error
+    return DFlashConfig.from_dict(hf_config.to_dict(), path), hf_config.dtype
 
 
 def tensor_shapes(path: str) -> dict[str, Shape]:
@@ -108,10 +119,6 @@ def tensor_shapes(path: str) -> dict[str, Shape]:
         except SafetensorError as error:
             raise ConfigError(f"the tensors of {file} cannot be read: {error}") from error
     return shapes
-
-
-def _tensor_problems(drafter: DFlashConfig) -> list[str]:
-    return tensor_problems(drafter, tensor_shapes(drafter.path))
 
 
 def _read_config(name: str, path: str) -> dict:

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.pool_configurator import (
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.arguments import is_dflash, load_drafter_config
-from sglang_dflash.config import ConfigError, DFlashConfig
+from sglang_dflash.config import ConfigError
 
 # How SGLang sizes the pools of the targets that DFLASH can serve: a number of bytes per token, `_cell_size`.
 _DEFAULT = (DefaultPoolConfigurator,)
@@ -48,22 +48,11 @@ def resolve_target_capture(original, *, config, server_args, model_config, spec_
     config.dflash_target_layer_ids = list(drafter.target_layer_ids)
 
 
-def drafter_kv_bytes_per_token(drafter: DFlashConfig, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers of the drafter, on one of `tp_size` ranks.
-
-    Args:
-        dtype: of the drafter's pool, which is the model's (`drafter_runner.build_draft_worker`).
-    """
-    # Fewer KV heads than ranks are replicated (`ModelConfig.get_num_kv_heads`).
-    num_kv_heads = max(1, drafter.num_key_value_heads // tp_size)
-    return len(drafter.layers) * 2 * num_kv_heads * drafter.head_dim * dtype.itemsize
-
-
 def count_drafter_kv(result, kvc):
     """AFTER `pool_configurator.create_memory_pool_configurator`: the target's pool leaves room for the drafter's.
 
     The drafter's pool has a slot for every token of the target's, in bytes of its own: with every token that SGLang
-    makes room for it makes room for :func:`drafter_kv_bytes_per_token` more.
+    makes room for it makes room for :meth:`DFlashConfig.kv_bytes_per_token` more.
 
     Args:
         result: the configurator of the pool of `kvc`; changed in place.
@@ -80,7 +69,8 @@ def count_drafter_kv(result, kvc):
             f"with ({type(result).__name__})."
         )
     drafter = load_drafter_config(kvc.server_args)
-    num_bytes = drafter_kv_bytes_per_token(drafter, get_parallel().attn_tp_size, kvc.model_dtype)
+    # The drafter's pool has the model's dtype (`drafter_runner.build_draft_worker`).
+    num_bytes = drafter.kv_bytes_per_token(kvc.model_dtype.itemsize, get_parallel().attn_tp_size)
     result._cell_size += num_bytes
     if type(result) in _WINDOWED:
         # `SWAChunkCapPoolConfigurator` reads no `_cell_size`; it counts the drafter in full layers of the target.

@@ -35,9 +35,10 @@ class CycleMetrics:
 
     def begin(self) -> None:
         """A decode cycle begins."""
-        is_timed = self._prometheus is not None and self._cycle % _TIMED_EVERY == 0
+        if self._prometheus is None:
+            return
+        self._marks = [self._mark()] if self._cycle % _TIMED_EVERY == 0 else None
         self._cycle += 1
-        self._marks = [self._mark()] if is_timed else None
         self._pending.append(self._marks)
 
     def mark(self) -> None:
@@ -49,9 +50,9 @@ class CycleMetrics:
         """The oldest cycle has ended: drafts accepted of each request, without the bonus tokens."""
         blocks = Counter(correct + 1 for correct in num_correct_drafts)
         self._blocks.update(blocks)
-        marks = self._pending.popleft()
         if self._prometheus is None:
             return
+        marks = self._pending.popleft()
         seconds = {}
         if marks is not None:
             stages = zip(STAGES, pairwise(marks), strict=True)

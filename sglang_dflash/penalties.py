@@ -47,7 +47,7 @@ class Penalties:
             return
         of_request = [i for i, req in enumerate(reqs) for _ in req.output_ids]
         tokens = [token for req in reqs for token in req.output_ids]
-        self._count(slots[self._tensor(of_request)], self._tensor(tokens), 1)
+        self.count(slots[self._tensor(of_request)], self._tensor(tokens))
         parameters = _Parameters.of(reqs, self._device)
         # SGLang's own begin at zero again.
         info.acc_additive_penalties, info.acc_scaling_penalties = penalties_of(
@@ -56,16 +56,17 @@ class Penalties:
         generated = self._tensor([len(req.output_ids) for req in reqs])
         parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
 
-    def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count one token, [bs], of each request."""
-        self._count(slots, tokens, 1)
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int = 1) -> None:
+        """Count tokens, of any shape, in the rows `slots`; `times` may leave some of them out."""
+        flat = (slots.to(torch.int64) * self._shape[1] + tokens).reshape(-1)
+        times = torch.as_tensor(times, dtype=torch.int32, device=self._device).expand(tokens.shape).reshape(-1)
+        self._counts.view(-1).scatter_add_(0, flat, times)
 
     def count_accepted(self, slots: torch.Tensor, accepted: Acceptance) -> None:
         """Count what a cycle committed, the bonus tokens included."""
-        bs, block_size = accepted.out_tokens.shape
-        rows = torch.arange(block_size, device=self._device)
+        rows = torch.arange(accepted.out_tokens.shape[1], device=self._device)
         is_committed = rows < accepted.accept_lens[:, None]
-        self._count(slots[:, None].expand(bs, block_size), accepted.out_tokens, is_committed)
+        self.count(slots[:, None], accepted.out_tokens, is_committed)
 
     def apply(
         self,
@@ -96,11 +97,6 @@ class Penalties:
             parameters.presence,
             parameters.repetition,
         )
-
-    def _count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int) -> None:
-        flat = (slots.to(torch.int64) * self._shape[1] + tokens).reshape(-1)
-        times = torch.as_tensor(times, dtype=torch.int32, device=self._device).expand(tokens.shape).reshape(-1)
-        self._counts.view(-1).scatter_add_(0, flat, times)
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return _to_device(values, torch.int64, self._device)

@@ -14,7 +14,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.arguments import is_dflash
 
 # Every field of `SamplingParams` is in one of these three groups. These are acted on by SGLang's scheduler and
 # detokenizer, whoever decodes:
@@ -65,8 +66,7 @@ def generate_request(
     original, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, *args, **kwargs
 ) -> AsyncIterator:
     """AROUND `TokenizerManager.generate_request`, which answers with a 400 what raises a ValueError here."""
-    algorithm = SpeculativeAlgorithm.from_string(manager.server_args.speculative_algorithm)
-    if algorithm.is_dflash() and isinstance(obj, GenerateReqInput):
+    if is_dflash(manager.server_args) and isinstance(obj, GenerateReqInput):
         params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         vocab_size = manager.model_config.vocab_size
         for each in params:

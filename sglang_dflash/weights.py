@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from sglang_dflash import formats
 from sglang_dflash.config import ConfigError, DFlashConfig
-from sglang_dflash.inspect import tensor_shapes
+from sglang_dflash.inspect import read_drafter, tensor_shapes
 from sglang_dflash.tensors import tensor_problems
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ def _is_drafter(path: str) -> bool:
 def differences(path: str, serving: DFlashConfig) -> list[str]:
     """What keeps a checkpoint from taking the place of the drafter that serves: fields and tensors that differ."""
     try:
-        raw, _ = PretrainedConfig.get_config_dict(path)
-        config = DFlashConfig.from_dict(formats.to_qwen3_config(raw, path).to_dict(), path)
+        config, _ = read_drafter(path)
         if config != replace(serving, path=path):
             return [
                 f"{field.name}={getattr(config, field.name)!r}, where {getattr(serving, field.name)!r} is served"

@@ -109,6 +109,10 @@ def free_port() -> int:
 
 
 SYNC = ("disable-overlap-schedule", True)
+# Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
+# depends on when they arrive, so SGLang also retracts one every few steps.
+SMALL_POOL = (("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8))
+RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
 # For every kind of request. The server without speculation runs without overlap scheduling: with it, SGLang's penalties
 # and what it hands to custom logit processors are a token late.
 _REQUEST_FLAGS = (

@@ -3,20 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import Settings, assert_same_answers
+from serving import RETRACT, SMALL_POOL, SYNC, Settings, assert_same_answers
 
 DEFAULT = Settings("default")
-# Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
-# depends on when they arrive, so SGLang also retracts one every few steps.
-EAGER = (("schedule-conservativeness", 0.05), ("max-running-requests", 8))
-RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
 SMALL_POOLS = [
-    Settings("small-pool", flags=(("max-total-tokens", 640), *EAGER), env=RETRACT),
-    Settings(
-        "small-pool-page16-sync",
-        flags=(("max-total-tokens", 640), ("page-size", 16), ("disable-overlap-schedule", True), *EAGER),
-        env=RETRACT,
-    ),
+    Settings("small-pool", flags=SMALL_POOL, env=RETRACT),
+    Settings("small-pool-page16-sync", flags=(*SMALL_POOL, ("page-size", 16), SYNC), env=RETRACT),
 ]
 
 
@@ -31,7 +23,7 @@ def test_retraction(pair, prompts):
 
 def test_penalties_survive_retraction(keeper, prompts):
     """SGLang's own forget what was generated before, so nothing is retracted without speculation."""
-    pair = keeper.pair(SMALL_POOLS[0], plain=Settings("sync", flags=(("disable-overlap-schedule", True),)))
+    pair = keeper.pair(SMALL_POOLS[0], plain=Settings("sync", flags=(SYNC,)))
     requests = [
         {"input_ids": prompt[:40], "max_new_tokens": 120, "ignore_eos": True} | penalty
         for prompt, penalty in zip(

@@ -85,11 +85,13 @@ def test_everything_in_one_batch(pair, prompts):
     pair.lossless(lambda server: server.generate_concurrently(requests))
 
 
-def flat(values):
-    """Numbers of nested lists, in order; token texts are left out."""
-    if isinstance(values, list):
-        return [number for value in values for number in flat(value)]
-    return [values] if isinstance(values, (int, float)) else []
+def numbers_of(tree):
+    """Finite numbers of nested lists and objects, in order; token texts are left out."""
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in sorted(tree)]
+    if isinstance(tree, list):
+        return [number for value in tree for number in numbers_of(value)]
+    return [float(tree)] if isinstance(tree, (int, float)) and math.isfinite(tree) else []
 
 
 def test_log_probabilities(pair, prompts):
@@ -108,9 +110,9 @@ def test_log_probabilities(pair, prompts):
         fields = [name for name in expected["meta_info"] if name.endswith(("_logprobs", "_logprob"))]
         assert len(fields) >= 6
         for field in fields:
-            numbers = flat(expected["meta_info"][field])
+            numbers = numbers_of(expected["meta_info"][field])
             assert len(numbers) > 4
-            assert flat(mine["meta_info"][field]) == pytest.approx(numbers, abs=1e-4)
+            assert numbers_of(mine["meta_info"][field]) == pytest.approx(numbers, abs=1e-4)
         assert len(mine["meta_info"]["output_token_logprobs"]) == len(mine["output_ids"])
 
 
@@ -130,7 +132,9 @@ def test_log_probabilities_of_some(pair, prompts):
     for mine, expected in zip(dflash[1:], plain[1:]):
         for field in ("output_token_logprobs", "output_top_logprobs"):
             if field in expected["meta_info"]:
-                assert flat(mine["meta_info"][field]) == pytest.approx(flat(expected["meta_info"][field]), abs=1e-4)
+                assert numbers_of(mine["meta_info"][field]) == pytest.approx(
+                    numbers_of(expected["meta_info"][field]), abs=1e-4
+                )
 
 
 def test_openai_log_probabilities(pair):
@@ -146,18 +150,10 @@ def test_openai_log_probabilities(pair):
     for path, body in (("/v1/completions", completion | {"echo": True}), ("/v1/chat/completions", chat)):
         dflash, plain = pair.ask(lambda server, path=path, body=body: server.post(path, body)["choices"][0])
 
-        numbers = flat_values(plain["logprobs"])
+        numbers = numbers_of(plain["logprobs"])
         assert len(numbers) > 30
-        assert flat_values(dflash["logprobs"]) == pytest.approx(numbers, abs=1e-4)
+        assert numbers_of(dflash["logprobs"]) == pytest.approx(numbers, abs=1e-4)
         assert dflash["finish_reason"] == plain["finish_reason"]
-
-
-def flat_values(tree):
-    if isinstance(tree, dict):
-        return [number for key in sorted(tree) for number in flat_values(tree[key])]
-    if isinstance(tree, list):
-        return [number for value in tree for number in flat_values(value)]
-    return [float(tree)] if isinstance(tree, (int, float)) and math.isfinite(tree) else []
 
 
 def test_hidden_states(pair, prompts):
@@ -172,6 +168,6 @@ def test_hidden_states(pair, prompts):
     assert_same_answers(dflash, plain)
     assert "hidden_states" not in dflash[1]["meta_info"]
     for mine, expected in ((dflash[0], plain[0]), (dflash[2], plain[2])):
-        numbers = flat(expected["meta_info"]["hidden_states"])
+        numbers = numbers_of(expected["meta_info"]["hidden_states"])
         assert len(numbers) > 30 * 64
-        assert flat(mine["meta_info"]["hidden_states"]) == pytest.approx(numbers, abs=1e-3)
+        assert numbers_of(mine["meta_info"]["hidden_states"]) == pytest.approx(numbers, abs=1e-3)

@@ -9,21 +9,15 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import Settings, assert_same_answers
+from serving import RETRACT, SMALL_POOL, Settings, assert_same_answers
 
 # SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
 _CORES = sorted(os.sched_getaffinity(0))
 CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
-RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
 
 PLAIN = Settings("default")
 TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=CORES)
-# As in test_pool.py: admits more than the pool holds to the end, and retracts a request every few steps.
-SMALL_POOL = Settings(
-    "tp2-small-pool",
-    flags=(("tp-size", 2), ("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8)),
-    env=CORES + RETRACT,
-)
+SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=CORES + RETRACT)
 TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
 
 
@@ -95,7 +89,7 @@ def test_abort_in_mid_stream(pair, prompts):
     assert_same_answers(answers, expected)
 
 
-@pytest.mark.parametrize("settings", [SMALL_POOL], indirect=True, ids=str)
+@pytest.mark.parametrize("settings", [SMALL_POOL_TWO_RANKS], indirect=True, ids=str)
 def test_retraction(pair, prompts):
     requests = [{"input_ids": prompt[:40], "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[:10]]
 

@@ -22,7 +22,7 @@ from windowed import WINDOW, write_windowed_pair
 
 from sglang_dflash.arguments import load_drafter_config
 from sglang_dflash.config import ConfigError
-from sglang_dflash.memory import KVMemory, check_window_pool, drafter_kv_bytes_per_token
+from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
@@ -124,7 +124,7 @@ def check(args: ServerArgs, target: Path, kv_dtype: torch.dtype, drafter_bytes: 
     """The drafter's slots cost what was counted, and both pools fill the budget and no more."""
     config, (target_pool, drafter_pool) = allocate(args, target, kv_dtype)
     drafter = load_drafter_config(args)
-    assert drafter_kv_bytes_per_token(drafter, 1, DTYPE) == drafter_bytes
+    assert drafter.kv_bytes_per_token(DTYPE.itemsize) == drafter_bytes
 
     memory = KVMemory.measure(target_pool, drafter_pool)
 
@@ -181,7 +181,7 @@ def test_windowed_target(tmp_path, changes):
 
 def test_heads_are_spread_over_ranks_or_replicated():
     config = load_drafter_config(server_args(TARGET_DIR, DRAFTER_DIR))
-    per_rank = [drafter_kv_bytes_per_token(config, tp_size, torch.bfloat16) for tp_size in (1, 2, 4)]
+    per_rank = [config.kv_bytes_per_token(torch.bfloat16.itemsize, tp_size) for tp_size in (1, 2, 4)]
     assert per_rank == [3 * 2 * heads * 64 * 2 for heads in (2, 1, 1)]
 
 
