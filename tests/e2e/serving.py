@@ -92,11 +92,7 @@ _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """A port for a server that is about to start.
-
-    Below those that Linux gives to connections, and far from other servers': SGLang takes a second port up to 1000
-    above its own.
-    """
+    """A port for a server that is about to start, below those that Linux gives to connections; the next is free too."""
     ports = range(10000, 32000, 1500)
     for port in random.sample(ports, len(ports)):
         with socket.socket() as probe, suppress(OSError):
@@ -140,13 +136,18 @@ class Server:
         self.dflash = dflash
         self.log_path = log_path
         port = free_port()
+        ports = ["--port", str(port)]
+        # SGLang would choose the second one long before it listens there, and another process could take it. Replicas
+        # need one each.
+        if "dp-size" not in dict(settings.flags):
+            ports += ["--nccl-port", str(port + 1)]
         self._url = f"http://127.0.0.1:{port}"
         self._http = requests.Session()
         self._http.trust_env = False
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*settings.command(dflash), "--host", "127.0.0.1", "--port", str(port)],
+                [*settings.command(dflash), "--host", "127.0.0.1", *ports],
                 env=os.environ | ENV | dict(settings.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
