@@ -3,8 +3,8 @@
 A program of its own, since SGLang keeps state per process.
 usage: masks.py BACKEND DTYPE PAGE_SIZE HEADS KV_HEADS HEAD_DIM OUTPUT
 
-OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Masks that begin with `refused: ` are not served
-on this backend; those that begin with `in-tree: ` are drawn without this package's hook.
+OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Masks that begin with `refused: ` are not
+served on this backend; those that begin with `in-tree: ` are drawn without this package's hook.
 """
 
 import json
