@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sglang
-
 
 def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | None = None) -> tuple[list, dict | None]:
     """
@@ -34,6 +32,9 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
 
 
 def main(request: str, result: str) -> None:
+    # Not in the process of the tests, which import `run` and leave the GPU alone.
+    import sglang
+
     request = json.loads(Path(request).read_text())
     engine = sglang.Engine(log_level="warning", **request["engine"])
     answers = [
