@@ -11,6 +11,7 @@ from pathlib import Path
 
 import sglang
 
+# Of the prompts; any target has them.
 VOCAB_SIZE = 1000
 
 
