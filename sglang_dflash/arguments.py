@@ -160,10 +160,13 @@ def check_draft_window(server_args: ServerArgs) -> None:
 def check_dtypes(server_args: ServerArgs) -> None:
     """The drafter computes, and keeps its KV, in the model's dtype; the target's KV may be quantised."""
     quantization = server_args.speculative_draft_model_quantization
-    if quantization is not None:
+    if quantization is not None and quantization == server_args.quantization:
+        # Where the drafter's flag is left out, SGLang has put the target's in its place.
+        server_args.speculative_draft_model_quantization = None
+        logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", quantization)
+    elif quantization is not None:
         raise ConfigError(
-            f"--speculative-draft-model-quantization {quantization} (--quantization where it is left out): DFLASH "
-            "needs an unquantised drafter; set --speculative-draft-model-quantization unquant."
+            f"--speculative-draft-model-quantization {quantization}: DFLASH needs an unquantised drafter; leave it out."
         )
     kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
     if kv_cache_dtype not in TARGET_KV_DTYPES:

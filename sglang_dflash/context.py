@@ -32,8 +32,7 @@ class ContextWriter:
             if not isinstance(attention.qkv_proj.quant_method, UnquantizedLinearMethod):
                 raise ConfigError(
                     "the drafter's projections are quantised "
-                    f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter; set "
-                    "--speculative-draft-model-quantization unquant."
+                    f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter."
                 )
         first = attentions[0]
         assert pool.dtype == first.qkv_proj.weight.dtype

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
@@ -325,7 +326,10 @@ def test_flag_that_is_off_is_accepted(field):
     ("flags", "named"),
     [
         ({"speculative_draft_model_quantization": "fp8"}, "--speculative-draft-model-quantization fp8"),
-        ({"quantization": "fp8"}, "--speculative-draft-model-quantization fp8"),
+        (
+            {"quantization": "fp8", "speculative_draft_model_quantization": "w8a8_int8"},
+            "--speculative-draft-model-quantization w8a8_int8",
+        ),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
         (
             {"speculative_draft_attention_backend": "flashmla"},
@@ -341,8 +345,12 @@ def test_drafter_flags(flags, named):
     assert named in refusal(**flags)
 
 
-def test_unquantised_drafter_of_a_quantised_target():
-    resolve(quantization="fp8", speculative_draft_model_quantization="unquant")
+@pytest.mark.parametrize("flags", [{}, {"speculative_draft_model_quantization": "unquant"}])
+def test_unquantised_drafter_of_a_quantised_target(flags):
+    server_args = resolve(quantization="fp8", **flags)
+
+    assert ModelConfig.from_server_args(server_args).quantization == "fp8"
+    assert ModelConfig.from_server_args(server_args, str(DRAFTER_DIR), is_draft_model=True).quantization is None
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])

@@ -9,9 +9,11 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "masks.py"
 
-# Outputs are means of 8 to 216 values around 1 in float16; one key more or less in a window moves some of them by over
-# ten times as much.
-TOLERANCE = 2e-3
+# SGLang ships fa3's kernels for these two dtypes, but not every build of it has both.
+DTYPES = {"fa3": "bfloat16", "flashinfer": "float16", "triton": "float16"}
+# Four times what the dtype makes of an output by rounding it; attention also rounds the weights of the keys. One key
+# more or less in any of the masks moves some outputs by over 0.25.
+TOLERANCES = {"bfloat16": 2**-6, "float16": 2**-9}
 
 
 @pytest.mark.gpu
@@ -21,11 +23,12 @@ TOLERANCE = 2e-3
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
 def test_masks(backend, page_size, heads, kv_heads, head_dim, tmp_path):
     output = tmp_path / "errors.json"
-    command = [sys.executable, SCRIPT, backend, "float16", page_size, heads, kv_heads, head_dim, output]
+    dtype = DTYPES[backend]
+    command = [sys.executable, SCRIPT, backend, dtype, page_size, heads, kv_heads, head_dim, output]
     run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
     errors = json.loads(output.read_text())
-    print(f"\n{backend}, page {page_size}: {errors}")
+    print(f"\n{backend} in {dtype}, page {page_size}: {errors}")
     wrong = {mask: error for mask, error in errors.items() if mask.startswith(("refused: ", "in-tree: "))}
     right = {mask: error for mask, error in errors.items() if mask not in wrong}
     # The right side of a window narrower than the block; and SGLang's own plan, in which row j of a block sees up to j
@@ -33,5 +36,5 @@ def test_masks(backend, page_size, heads, kv_heads, head_dim, tmp_path):
     narrow, in_tree = {"refused: sliding 8, causal=False"}, {f"in-tree: sliding {w}, causal=True" for w in (8, 50)}
     assert set(wrong) == {"fa3": set(), "triton": narrow, "flashinfer": narrow | in_tree}[backend]
     assert len(right) == (8 if backend == "fa3" else 7)
-    assert max(right.values()) < TOLERANCE
-    assert min(wrong.values(), default=1.0) > 5 * TOLERANCE
+    assert max(right.values()) < TOLERANCES[dtype]
+    assert min(wrong.values(), default=1.0) > 0.25

@@ -1,4 +1,4 @@
-"""Requests of every kind on a GPU, in float32: penalties, grammars, processors, log probabilities, seeded sampling."""
+"""Requests of every kind on a GPU: penalties, grammars, processors, log probabilities, seeded sampling."""
 
 import json
 import subprocess
@@ -9,8 +9,10 @@ import pytest
 
 HERE = Path(__file__).parent
 
-# Triton's attention multiplies float32 in TF32, whose rounding a block and a single token do not share.
-TIE = 0.05
+# How far bf16 may move a log probability, and two of them towards each other: the target's logits reach 32 to 64, where
+# neighbouring bf16 numbers are 0.25 apart. Most are moved far less.
+TIE = 0.25
+MEAN_ERROR = 0.02
 
 
 @pytest.fixture
@@ -38,24 +40,30 @@ def first_difference(want: dict, got: dict) -> int | None:
 
 @pytest.mark.gpu
 def test_greedy(answers):
-    same = 0
+    """In bf16: the same tokens up to the first tie, and up to there the same log probabilities.
+
+    Both are those after penalties, biases, processors and grammars, so a tie is one between tokens to choose from.
+    """
+    same, errors = 0, []
     for want, got in answers("greedy"):
         differs = first_difference(want, got)
-        end = len(want["output_ids"]) if differs is None else differs
-        assert got["logprobs"][:end] == pytest.approx(want["logprobs"][:end], abs=TIE)
+        errors += [abs(a - b) for a, b in zip(got["logprobs"][:differs], want["logprobs"][:differs])]
         if differs is None:
             assert len(got["output_ids"]) == len(want["output_ids"])
             same += 1
         else:
             best, second = want["top2"][differs]
             assert best - second <= TIE, f"differs at {differs}, where the best token leads by {best - second}"
-    print(f"\n{same} of 32 identical")
-    assert same >= 24
+    mean = sum(errors) / len(errors)
+    print(f"\n{same} of 32 identical; log probabilities off by {mean:.4f} on average, {max(errors):.4f} at most")
+    assert same >= 16
+    assert max(errors) <= TIE
+    assert mean <= MEAN_ERROR
 
 
 @pytest.mark.gpu
 def test_seeded(answers):
-    """The draw is the same, unless rounding moves a token's probability across it."""
+    """In float32: the draw is the same, unless rounding moves a token's probability across it."""
     pairs = answers("seeded")
     same = sum(first_difference(*pair) is None for pair in pairs)
     print(f"\n{same} of {len(pairs)} identical")

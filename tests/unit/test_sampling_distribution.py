@@ -6,11 +6,11 @@ behind `BlockSampler` and `accept_prefix`, as in the worker's cycle.
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sampled import FIRST, NUM_NEW, SETTINGS, STOP, TABLE, VOCAB, p_value
 
 from sglang_dflash.cpu.platform import cpu_engine
 
@@ -30,29 +30,8 @@ from sglang_dflash import ops
 from sglang_dflash.sampling import BlockSampler
 from sglang_dflash.tiny_pair import TARGET_DIR
 
-VOCAB, BLOCK_SIZE, NUM_NEW = 5, 4, 3
+BLOCK_SIZE = 4
 NUM_CONTINUATIONS = 200_000
-FIRST, STOP = 2, 4
-# Logits after each token: far from uniform, no two equal.
-TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-SETTINGS = {
-    "temperature 1": {},
-    "temperature 0.5": {"temperature": 0.5},
-    "temperature 2": {"temperature": 2.0},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.2},
-    "top_k and top_p": {"temperature": 1.5, "top_k": 4, "top_p": 0.8},
-    "top_p and min_p": {"temperature": 1.3, "top_p": 0.95, "min_p": 0.1},
-    "penalties": {"frequency_penalty": 0.8, "presence_penalty": 0.4},
-    "repetition, bias and stop": {
-        "repetition_penalty": 1.7,
-        "logit_bias": {"1": 0.8},
-        "min_new_tokens": 3,
-        "stop_token_ids": [STOP],
-    },
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,58 +93,6 @@ def continuations(params: dict, bias: float = 0.0) -> torch.Tensor:
         tokens.scatter_(1, done[:, None] + rows, accepted.out_tokens)
         bonus, batch.seq_lens = accepted.bonus_tokens, accepted.new_seq_lens
     return tokens[:, :NUM_NEW]
-
-
-def next_distribution(params: dict, generated: list[int]) -> torch.Tensor:
-    """[V] float64, written from SGLang's documentation of its parameters and not from its code."""
-    logits = TABLE[generated[-1]].clone()
-    counts = torch.bincount(torch.tensor(generated), minlength=VOCAB)
-    logits -= params.get("frequency_penalty", 0) * counts + params.get("presence_penalty", 0) * (counts > 0)
-    if len(generated) < params.get("min_new_tokens", 0):
-        logits[STOP] = -torch.inf
-    repetition = params.get("repetition_penalty", 1)
-    logits = torch.where(counts > 0, torch.where(logits < 0, logits * repetition, logits / repetition), logits)
-    for token, value in params.get("logit_bias", {}).items():
-        logits[int(token)] += value
-    probs = (logits / params.get("temperature", 1)).softmax(dim=0)
-    order = probs.argsort(descending=True)
-    kept = torch.zeros(VOCAB, dtype=torch.bool)
-    mass = 0.0
-    for rank, token in enumerate(order.tolist()):
-        likely = probs[token] >= params.get("min_p", 0) * probs.max()
-        kept[token] = rank < params.get("top_k", VOCAB) and mass <= params.get("top_p", 1) and likely
-        mass += float(probs[token])
-    probs[~kept] = 0
-    return probs / probs.sum()
-
-
-def p_value(params: dict, tokens: torch.Tensor) -> float:
-    """Pearson's chi-square test of the tokens against the exact distribution."""
-    expected, observed = [], []
-    rest_expected = rest_observed = 0.0
-    code = (tokens * torch.tensor([VOCAB**2, VOCAB, 1])).sum(dim=1)
-    counts = torch.bincount(code, minlength=VOCAB**3)
-    for i, sequence in enumerate(product(range(VOCAB), repeat=NUM_NEW)):
-        history, probability = [FIRST], 1.0
-        for token in sequence:
-            probability *= float(next_distribution(params, history)[token])
-            history.append(token)
-        if probability == 0:
-            if counts[i]:
-                return 0.0
-        elif probability * NUM_CONTINUATIONS < 10:
-            rest_expected += probability * NUM_CONTINUATIONS
-            rest_observed += int(counts[i])
-        else:
-            expected.append(probability * NUM_CONTINUATIONS)
-            observed.append(int(counts[i]))
-    if rest_expected:
-        expected.append(rest_expected)
-        observed.append(rest_observed)
-    expected, observed = torch.tensor(expected).double(), torch.tensor(observed).double()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(len(expected) - 1).double()
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,0 +1,50 @@
+"""What an Engine answers, in a process of its own, since SGLang keeps state per process.
+
+usage: engine_process.py REQUEST RESULT; both are JSON files, see `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | None = None) -> tuple[list, dict | None]:
+    """
+    Args:
+        folder: for files that are passed to and fro.
+        engine: arguments of `sglang.Engine`.
+        calls: of its `generate`, one after the other; each has a list of prompts.
+        env: environment variables.
+
+    Returns:
+        For each call its list of answers, each `{"output_ids", "meta_info"}`; and what `/server_info` shows of DFLASH.
+    """
+    request, result = folder / "request.json", folder / "result.json"
+    request.write_text(json.dumps({"engine": engine, "calls": calls}))
+    command = [sys.executable, __file__, request, result]
+    process = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(result.read_text())
+
+
+def main(request: str, result: str) -> None:
+    # Not in the process of the tests, which import `run` and leave the GPU alone.
+    import sglang
+
+    request = json.loads(Path(request).read_text())
+    engine = sglang.Engine(log_level="warning", **request["engine"])
+    answers = [
+        [{"output_ids": answer["output_ids"], "meta_info": answer["meta_info"]} for answer in engine.generate(**call)]
+        for call in request["calls"]
+    ]
+    described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+    engine.shutdown()
+    Path(result).write_text(json.dumps([answers, described]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

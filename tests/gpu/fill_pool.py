@@ -1,0 +1,51 @@
+"""Fill an Engine's KV pool with running requests until none is left for the next token, and write what came of it.
+
+usage: fill_pool.py ENGINE OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import sglang
+
+# Of the prompts; any target has them.
+VOCAB_SIZE = 1000
+
+
+def main(arguments: str, output: str) -> None:
+    engine = sglang.Engine(skip_tokenizer_init=True, log_level="warning", **json.loads(arguments))
+    state = engine.get_server_info()["internal_states"][0]
+    described, running = state["sglang_dflash"], state["effective_max_running_requests_per_dp"]
+    share = described["kv_capacity_tokens"] // running
+    # SGLang admits requests that it expects to end in time, and these do not: together they need 1.1 times the pool.
+    prompt_len, new_tokens = int(0.9 * share), int(0.2 * share)
+    draw = random.Random(0)
+    answers = engine.generate(
+        input_ids=[draw.choices(range(1, VOCAB_SIZE), k=prompt_len) for _ in range(running + running // 4)],
+        # Sampled rows need the most memory beside the pool.
+        sampling_params={"temperature": 1.0, "top_p": 0.9, "max_new_tokens": new_tokens, "ignore_eos": True},
+    )
+    engine.flush_cache()
+    deadline, used = time.monotonic() + 15, None
+    while used != 0 and time.monotonic() < deadline:
+        time.sleep(0.2)
+        [load] = engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
+        used = load.num_used_tokens
+    engine.shutdown()
+    result = {
+        "described": described,
+        "running": running,
+        "new_tokens": new_tokens,
+        "finished": [answer["meta_info"]["finish_reason"] for answer in answers],
+        "output_lens": [len(answer["output_ids"]) for answer in answers],
+        "num_retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
+        "used_afterwards": used,
+    }
+    Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

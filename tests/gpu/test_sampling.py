@@ -1,0 +1,93 @@
+"""Sampling on a GPU: continuations have the target's exact distribution, through graphs, batches and overlap."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from engine_process import run
+from sampled import FIRST, NUM_NEW, SETTINGS, START, TABLE, VOCAB, p_value, write_sampled_pair
+
+NUM_REQUESTS, CHAIN_LENGTH = 512, 800
+# Where the distribution depends on all that was generated, each continuation takes a request.
+NUM_ALONE = 20_000
+ALONE = ("penalties", "repetition, bias and stop")
+# One false alarm in 900 runs of this file.
+SIGNIFICANCE = 1e-4
+ENGINE = {
+    "dtype": "bfloat16",
+    "max_total_tokens": 1_000_000,
+    "max_running_requests": NUM_REQUESTS,
+    "cuda_graph_bs_decode": [32, 128, 256, NUM_REQUESTS],
+    "disable_prefill_cuda_graph": True,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter = write_sampled_pair(folder)
+    return {
+        "model_path": str(target),
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(drafter),
+    }
+
+
+def call(name: str) -> dict:
+    """Arguments of `Engine.generate`: `FIRST` follows each prompt, and what comes before makes drafts differ."""
+    draw = random.Random(0)
+    alone = name in ALONE
+    return {
+        "input_ids": [
+            [*draw.choices(range(VOCAB), k=draw.randint(0, 9)), START]
+            for _ in range(NUM_ALONE if alone else NUM_REQUESTS)
+        ],
+        "sampling_params": SETTINGS[name] | {"max_new_tokens": 1 + NUM_NEW if alone else CHAIN_LENGTH},
+    }
+
+
+def continuations(output_ids: list[int]) -> list[list[int]]:
+    """What follows `FIRST`, again and again: each is independent of all that came before it."""
+    found, i = [], 0
+    while i + NUM_NEW < len(output_ids):
+        if output_ids[i] == FIRST:
+            found.append(output_ids[i + 1 : i + 1 + NUM_NEW])
+            i += NUM_NEW
+        else:
+            i += 1
+    return found
+
+
+def check(name: str, answers: list[dict]) -> torch.Tensor:
+    """Continuations in these answers, [N, NUM_NEW], which have the distribution."""
+    found = [continuations(answer["output_ids"]) for answer in answers]
+    tokens = torch.tensor(list(itertools.chain.from_iterable(found)))
+    decoded = sum(len(answer["output_ids"]) - 1 for answer in answers)
+    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    p = p_value(SETTINGS[name], tokens)
+    print(f"\n{name}: {len(tokens)} continuations, {decoded / cycles:.2f} tokens per cycle, p = {p:.4f}")
+    assert len(tokens) >= (NUM_ALONE if name in ALONE else 50_000)
+    # Drafts are kept, and drafts are refused.
+    assert 1.1 < decoded / cycles < 3.5
+    assert p > SIGNIFICANCE
+    return tokens
+
+
+@pytest.mark.gpu
+def test_distribution(pair, tmp_path):
+    answers, described = run(tmp_path, pair | ENGINE, [call(name) for name in SETTINGS])
+
+    assert described["worker"] == "DFlashWorker"
+    tokens = {name: check(name, answers) for name, answers in zip(SETTINGS, answers)}
+    # The test would notice if one unlikely draft in a hundred were kept without asking.
+    biased = tokens["temperature 1"].clone()
+    biased[::100, 0] = TABLE[FIRST].argmin()
+    assert p_value(SETTINGS["temperature 1"], biased) < SIGNIFICANCE
+
+
+@pytest.mark.gpu
+def test_distribution_without_overlap(pair, tmp_path):
+    answers, _ = run(tmp_path, pair | ENGINE | {"disable_overlap_schedule": True}, [call("temperature 1")])
+
+    check("temperature 1", answers[0])
