@@ -9,6 +9,11 @@ On a GPU, decoding alone, with dummy weights in the shape of real models and sim
     python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
         --backends fa3 flashinfer triton --new-tokens 384 --out work/decode
 
+What a cycle costs as the context grows, with a window on the drafter's part of it and without:
+
+    python3 scripts/bench_sweep.py --measure decode --pairs small --modes in-tree ours --concurrency 1 \\
+        --prompt-tokens 512 8192 32768 65536 131000 --draft-windows none 4096 --new-tokens 384 --out work/growth
+
 With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
 
     python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\

@@ -199,9 +199,8 @@ def draw(results: Results, path: Path) -> None:
             points = lines[line]
             points.sort(key=lambda runs: runs[0]["concurrency"])
             spreads = [Spread.of(run["tokens_per_s"] for run in runs) for runs in points]
-            label = (
-                mode if len({other[1] for other in lines if other[0] != "none"}) < 2 else f"{mode} {_short(drafter)}"
-            )
+            drafters = {other[1] for other in lines if other[0] != "none"}
+            label = mode if len(drafters) < 2 else f"{mode} {_short(drafter)}"
             label += "" if block_size is None else f", block {block_size}"
             label += "" if draft_window is None else f", window {draft_window}"
             axis.errorbar(
