@@ -27,14 +27,10 @@ it was stopped. OUT.md and OUT.png show it.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.metadata
 import importlib.util
 import itertools
 import json
-import os
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict
 from datetime import date
@@ -42,6 +38,7 @@ from pathlib import Path
 
 from bench.engine import MODES, Configuration, EngineProcess, Workload
 from bench.groups import Candidate, pack, running
+from bench.machine import hardware, versions
 from bench.pairs import PAIRS, Pair, find_pair
 from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
 from bench.results import Results, draw, markdown
@@ -196,14 +193,9 @@ def take_turns(
 
 def describe_setup(args: argparse.Namespace) -> dict:
     """What has to be the same for figures that stand in one report."""
-    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python")
-    versions = [f"{name} {version}" for name in names if (version := installed(name))]
-    package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
-    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
-    digest = hashlib.sha256(sources).hexdigest()[:12]
     return {
         "hardware": hardware(args.device),
-        "versions": ", ".join([f"sglang-dflash {installed('sglang-dflash')} (sources {digest})", *versions]),
+        "versions": versions(),
         "method": _METHODS[args.measure],
         "measure": args.measure,
         "repeats": args.repeats,
@@ -213,31 +205,6 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "accept_length": args.accept_length,
         "chat_arguments": args.chat_arguments,
     }
-
-
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def hardware(device: str) -> str:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        os.uname().machine,
-    )
-    cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-    if device == "cpu":
-        return f"CPU only, float32: {cores}"
-    # In a process of its own, as torch would keep memory on the GPU.
-    query = "import torch; print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
-    gpus = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-    return f"{gpus}, bfloat16; {cores}"
 
 
 def write_report(results: Results, out: Path, chart: bool) -> None:
