@@ -170,6 +170,8 @@ def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Resul
     with running(group, args.device, args.models) as engines:
         for candidates, prompts, concurrency in rounds:
             turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
+            if not turn:
+                continue
             runs = take_turns(turn, prompts, concurrency, args.repeats, progress)
             results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
 
@@ -269,9 +271,12 @@ def main() -> None:
             results = Results(data, describe_setup(args))
     except (OSError, ValueError) as error:
         sys.exit(f"bench_sweep.py: {error}")
-    if not args.report:
-        run(groups, args, results)
-    write_report(results, args.out, chart=not args.no_chart)
+    try:
+        if not args.report:
+            run(groups, args, results)
+    finally:
+        if results.runs:
+            write_report(results, args.out, chart=not args.no_chart)
 
 
 if __name__ == "__main__":

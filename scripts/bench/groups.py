@@ -40,17 +40,32 @@ def fits(candidates: list[Candidate]) -> bool:
 
 @contextmanager
 def running(candidates: list[Candidate], device: str, models: Path) -> Iterator[list[tuple[Candidate, EngineProcess]]]:
-    """The engines of one group, which start together; `models` is the folder for dummy weights."""
+    """The engines of one group, which start together; `models` is the folder for dummy weights.
+
+    Raises:
+        RuntimeError: some did not start. It comes at the end, after those that did were of use.
+    """
     engines: list[tuple[Candidate, EngineProcess]] = []
+    failures: list[str] = []
     try:
         for candidate in candidates:
             engines.append((candidate, _start(candidate, device, models)))
-        for _, engine in engines:
-            engine.wait_until_ready()
-        yield engines
+        ready = [(candidate, engine) for candidate, engine in engines if _is_ready(engine, failures)]
+        yield ready
     finally:
         for _, engine in engines:
             engine.stop()
+    if failures:
+        raise RuntimeError("\n\n".join(failures))
+
+
+def _is_ready(engine: EngineProcess, failures: list[str]) -> bool:
+    try:
+        engine.wait_until_ready()
+    except RuntimeError as error:
+        failures.append(str(error))
+        return False
+    return True
 
 
 def _start(candidate: Candidate, device: str, models: Path) -> EngineProcess:

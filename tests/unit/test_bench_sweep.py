@@ -256,6 +256,7 @@ class FakeEngines:
     def __init__(self, monkeypatch) -> None:
         self.log: list[str] = []
         self.fail_at: int | None = None
+        self.broken: str | None = None
         engines = self
 
         class Process:
@@ -264,7 +265,8 @@ class FakeEngines:
                 engines.log.append(f"start {configuration.mode}")
 
             def wait_until_ready(self) -> None:
-                pass
+                if self.configuration.mode == engines.broken:
+                    raise RuntimeError(f"{engines.broken} does not start")
 
             def warm_up(self, prompts: int, concurrency: int) -> None:
                 engines.log.append(f"{self.configuration.mode} {concurrency}")
@@ -319,6 +321,17 @@ def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
     engines.log.clear()
     assert len(sweep(path, "--concurrency", "1", "4").runs) == 8
     assert engines.log == []
+
+
+def test_an_engine_that_does_not_start_is_left_for_later(tmp_path, engines):
+    path = tmp_path / "r.json"
+    engines.broken = "ours"
+    with pytest.raises(RuntimeError, match="ours does not start"):
+        sweep(path, "--concurrency", "1")
+
+    assert [run["mode"] for run in Results(path, SETUP).runs] == ["none", "none"]
+    engines.broken = None
+    assert len(sweep(path, "--concurrency", "1").runs) == 4
 
 
 def test_another_setup_is_refused(tmp_path, engines):
