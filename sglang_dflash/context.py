@@ -43,15 +43,20 @@ class ContextWriter:
         self._eps = first.k_norm.variance_epsilon
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs)
-        self.fuse_weights()
+        # One GEMM for all layers, in memory that stays: CUDA graphs hold its address.
+        self._weight = torch.cat(self._kv_parts("weight"))
+        self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_parts("bias"))
+        self._k_norm_weight = torch.stack([attention.k_norm.weight.data for attention in attentions])
+
+    def _kv_parts(self, name: str) -> list[torch.Tensor]:
+        return [getattr(attention.qkv_proj, name).data[attention.q_size :] for attention in self._attentions]
 
     def fuse_weights(self) -> None:
-        """Copy the layers' k and v weights into those of one GEMM; again whenever they have changed."""
-        attentions = self._attentions
-        self._weight = torch.cat([a.qkv_proj.weight.data[a.q_size :] for a in attentions])
-        has_bias = attentions[0].qkv_proj.bias is not None
-        self._bias = torch.cat([a.qkv_proj.bias.data[a.q_size :] for a in attentions]) if has_bias else None
-        self._k_norm_weight = torch.stack([a.k_norm.weight.data for a in attentions])
+        """Copy the layers' k and v weights again, which have changed."""
+        torch.cat(self._kv_parts("weight"), out=self._weight)
+        if self._bias is not None:
+            torch.cat(self._kv_parts("bias"), out=self._bias)
+        torch.stack([attention.k_norm.weight.data for attention in self._attentions], out=self._k_norm_weight)
 
     @torch.no_grad()
     def write(

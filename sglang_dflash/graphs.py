@@ -1,34 +1,179 @@
-"""Work of ours that runs inside the CUDA graphs which SGLang captures."""
+"""One CUDA graph per batch size for a whole decode cycle: draft, verify, accept, append.
+
+The graph is SGLang's own of the target's TARGET_VERIFY forward, with our steps recorded before and behind it. The host
+then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.spec_utils import GrammarTree
+
+from sglang_dflash.accept import Acceptance
+from sglang_dflash.block_plan import block_plan
+from sglang_dflash.cycle import DecodeCycle
+from sglang_dflash.info import DFlashVerifyInput
+from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
+from sglang_dflash.reference.prepare_block import Block
+
+# The buffers of a graph that the worker fills before a replay; those that DFLASH leaves unused; and M-RoPE's.
+_FILLED = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
+_UNUSED = {"global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
+_OPTIONAL = {"mrope_positions"}
 
 
-class GraphTail:
-    """A function recorded behind a model's forward in every captured graph, run directly where no graph is.
+@dataclass(frozen=True)
+class _Captured:
+    """What a graph leaves behind; the next replay of its size overwrites it.
 
-    `ModelRunner.capture_tail_hooks` calls it once for each warm-up and, last, for the capture, so what it returned
-    then is the memory that a replay of that size fills. Holding it here keeps the graph pool from reusing it.
+    Attributes:
+        batch: of the graph's static buffers.
+        drafted: [P, B] int64, pinned: the block, on the CPU before the target has verified it.
+        has_drafted: recorded inside the graph, when `drafted` is complete.
+        accepted: by the argmax of the target's untouched logits; the drafter's context has these rows.
     """
 
-    def __init__(self, runner: ModelRunner, function: Callable[[LogitsProcessorOutput, ForwardBatch], Any]) -> None:
-        self._runner = runner
-        self._function = function
-        self._captured: dict[int, Any] = {}
-        runner.capture_tail_hooks.append(self._capture)
+    batch: ForwardBatch
+    draft_batch: ForwardBatch
+    drafted: torch.Tensor
+    has_drafted: torch.cuda.Event
+    accepted: Acceptance
 
-    def _capture(self, graph_runner, output: LogitsProcessorOutput, forward_batch: ForwardBatch, num_tokens) -> None:
-        self._captured[forward_batch.batch_size] = self._function(output, forward_batch)
 
-    def replayed(self) -> Any:
-        """What the last replay computed, for the padded batch size of its graph; the next replay overwrites it."""
-        return self._captured[self._runner.decode_cuda_graph_runner.bs]
+class CycleGraphRunner(DecodeCudaGraphRunner):
+    """Takes the place of the target's decode graph runner."""
 
-    def eager(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Any:
-        return self._function(output, forward_batch)
+    def __init__(self, model_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
+        self._cycle, self._clock = cycle, clock
+        self._target_plan = block_plan(model_runner.attn_backend, cycle.block_size)
+        self._draft_plan = block_plan(cycle.draft_backend, cycle.block_size)
+        self._drafted: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, _Captured] = {}
+        super().__init__(model_runner)
+        # Others that the model has, such as the token count of expert parallelism.
+        self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _FILLED - _UNUSED - _OPTIONAL)
+
+    @classmethod
+    def install(cls, target_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
+        """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
+        # SGLang takes the class from this method, "to install specialized decode graph runners".
+        target_runner._decode_cuda_graph_runner_cls = lambda: partial(cls, cycle=cycle, clock=clock)
+
+    # --- capture ----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        # SGLang has given its own backend its buffers by now.
+        self._cycle.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
+        super().capture()
+
+    def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
+        """Of the captured batches; blocks are causal chains, so no backend needs a mask."""
+        return DFlashVerifyInput(
+            draft_token=None,
+            positions=None,
+            draft_token_num=self._cycle.block_size,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+        )
+
+    def capture_prepare(self, *args, **kwargs):
+        prepared = super().capture_prepare(*args, **kwargs)
+        batch = prepared[0]
+        self._draft_plan.capture(self._cycle.draft_batch(batch))
+        # Pinned memory cannot be allocated during a capture.
+        shape = (batch.batch_size, self._cycle.block_size)
+        self._drafted[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        return prepared
+
+    def capture_one_shape(self, size: int, forward: Callable, *args, **kwargs) -> None:
+        super().capture_one_shape(size, partial(self._forward, forward), *args, **kwargs)
+
+    def _forward(
+        self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
+    ) -> LogitsProcessorOutput:
+        """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
+        cycle, clock = self._cycle, self._clock
+        clock.mark(BEGUN)
+        block = cycle.draft(batch, self._draft_plan.record)
+        drafted = self._drafted[batch.batch_size]
+        drafted.copy_(block, non_blocking=True)
+        # External: the host waits for it while the rest of the graph runs.
+        has_drafted = torch.cuda.Event(external=True)
+        has_drafted.record()
+        clock.mark(DRAFTED)
+        self._target_plan.record(batch)
+        output = forward(input_ids, positions, batch, **kwargs)
+        accepted = cycle.accept_argmax(batch, output)
+        clock.mark(VERIFIED)
+        cycle.append(batch, output, accepted)
+        clock.mark(APPENDED)
+        # Kept from the last run, which is the captured one: its memory is what a replay fills.
+        self._captured[batch.batch_size] = _Captured(batch, cycle.draft_batch(batch), drafted, has_drafted, accepted)
+        return output
+
+    # --- replay -----------------------------------------------------------------------------------------------------
+
+    def block(self, bs: int) -> Block | None:
+        """The buffers of the graph for a batch size, padded to it; None: no graph is that large."""
+        if bs > self.max_bs:
+            return None
+        buffers = self.buffers
+        block = Block(
+            buffers.input_ids, buffers.positions, buffers.out_cache_loc, buffers.req_pool_indices, buffers.seq_lens
+        )
+        return block.take(self._pad_to_bucket(bs, self.capture_bs), self._cycle.block_size)
+
+    def load_batch(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> None:
+        """Prepare a replay for a batch whose inputs are in the buffers of `block` already."""
+        bs = forward_batch.batch_size
+        padded_bs = self._pad_to_bucket(bs, self.capture_bs)
+        captured = self._captured[padded_bs]
+        num_tokens, padded_num_tokens = (size * self._cycle.block_size for size in (bs, padded_bs))
+        self._validate_capture_hidden_mode(forward_batch)
+        self.deepep_adapter.replay()
+        if self._has_more_inputs or forward_batch.mrope_positions is not None:
+            self.buffer_registry.fill_from(
+                forward_batch,
+                raw_bs=bs,
+                padded_bs=padded_bs,
+                raw_num_tokens=num_tokens,
+                padded_num_tokens=padded_num_tokens,
+            )
+        if self._target_plan.needs_host_lens or self._draft_plan.needs_host_lens:
+            # Padded requests have one token.
+            padding = torch.full((padded_bs - bs,), 1 + self._cycle.block_size)
+            kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
+            self._target_plan.before_replay(_with_kv_lens(captured.batch, kv_lens))
+            self._draft_plan.before_replay(_with_kv_lens(captured.draft_batch, self._cycle.host_kv_lens(kv_lens)))
+        self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
+        self._replay_graph_key = self._make_graph_key(padded_bs)
+
+    def execute(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> LogitsProcessorOutput:
+        output = super().execute(forward_batch, pp_proxy_tensors)
+        # The graph reads `req_to_token`, which the scheduler may change once this event has passed.
+        read_done = torch.cuda.Event()
+        read_done.record()
+        self.model_runner.war_fastpath_read_done_event = read_done
+        return output
+
+    def accepted(self) -> Acceptance:
+        """What the last replay accepted, in memory of its own."""
+        return self._captured[self.bs].accepted.take(self.raw_bs)
+
+    def grammar_tree(self) -> GrammarTree:
+        """The block of the last replay, which the CPU can read before the target has verified it."""
+        captured = self._captured[self.bs]
+        tree = GrammarTree.from_linear_chain(captured.drafted[: self.raw_bs])
+        return GrammarTree(tree.resolve(), captured.has_drafted)
+
+
+def _with_kv_lens(batch: ForwardBatch, kv_lens: torch.Tensor) -> ForwardBatch:
+    """A batch with upper bounds of its KV's lengths, [bs] on the CPU, the block included."""
+    return replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum()))

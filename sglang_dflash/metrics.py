@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from itertools import pairwise
 
@@ -10,41 +9,57 @@ import torch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash import ops
+
 STAGES = ("draft", "verify", "append")
 
 # Cycles between two whose stages are timed.
 _TIMED_EVERY = 8
 
 
+# Points of a cycle, between which its stages lie.
+BEGUN, DRAFTED, VERIFIED, APPENDED = range(len(STAGES) + 1)
+
+
+class CycleClock:
+    """Reads the clock of the device that runs the cycles, where a CUDA graph can do it too."""
+
+    def __init__(self, device: torch.device, is_on: bool) -> None:
+        self._times = torch.zeros(len(STAGES) + 1, dtype=torch.int64, device=device) if is_on else None
+
+    def mark(self, point: int) -> None:
+        """The work launched so far takes the cycle to `point`."""
+        if self._times is not None:
+            ops.read_clock(self._times, point)
+
+    def read(self) -> torch.Tensor:
+        """[4] int64 ns of the points of the last cycle, on their way to the CPU."""
+        return self._times.to("cpu", non_blocking=True)
+
+
 class CycleMetrics:
     """Counts of verified blocks by accept length and, with `--enable-metrics`, the seconds of sampled cycles by stage.
 
-    A stage's seconds are the GPU's, between events on the forward stream; without a GPU they are the clock's.
+    Attributes:
+        clock: to be marked at every point of a cycle.
     """
 
     def __init__(self, server_args: ServerArgs, ps: ParallelState, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._blocks: Counter[int] = Counter()
         self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._mark = _Event if torch.device(device).type == "cuda" else _Clock
         self._cycle = 0
-        self._marks: list | None = None
         # Of the cycles that the scheduler has not seen the end of, in order.
-        self._pending: deque[list | None] = deque()
+        self._pending: deque[torch.Tensor | None] = deque()
         self._prometheus = _Prometheus(server_args, ps) if _exports(server_args, ps) else None
+        self.clock = CycleClock(device, is_on=self._prometheus is not None)
 
-    def begin(self) -> None:
-        """A decode cycle begins."""
+    def end_cycle(self) -> None:
+        """A decode cycle has been launched."""
         if self._prometheus is None:
             return
-        self._marks = [self._mark()] if self._cycle % _TIMED_EVERY == 0 else None
+        self._pending.append(self.clock.read() if self._cycle % _TIMED_EVERY == 0 else None)
         self._cycle += 1
-        self._pending.append(self._marks)
-
-    def mark(self) -> None:
-        """The next stage of :data:`STAGES` has been launched."""
-        if self._marks is not None:
-            self._marks.append(self._mark())
 
     def complete(self, num_correct_drafts: list[int]) -> None:
         """The oldest cycle has ended: drafts accepted of each request, without the bonus tokens."""
@@ -52,11 +67,12 @@ class CycleMetrics:
         self._blocks.update(blocks)
         if self._prometheus is None:
             return
-        marks = self._pending.popleft()
+        times = self._pending.popleft()
         seconds = {}
-        if marks is not None:
-            stages = zip(STAGES, pairwise(marks), strict=True)
-            seconds = {stage: start.seconds_to(end) for stage, (start, end) in stages}
+        if times is not None:
+            # The scheduler has waited for the cycle's result, which was copied after them.
+            stages = zip(STAGES, pairwise(times.tolist()), strict=True)
+            seconds = {stage: (end - start) / 1e9 for stage, (start, end) in stages}
         for stage, value in seconds.items():
             self._seconds[stage] += value
         self._prometheus.add(blocks, seconds)
@@ -75,25 +91,6 @@ class CycleMetrics:
         if total:
             snapshot["time_share"] = {stage: seconds / total for stage, seconds in self._seconds.items()}
         return snapshot
-
-
-class _Event:
-    """A point in the forward stream's work."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def seconds_to(self, later: _Event) -> float:
-        return self._event.elapsed_time(later._event) / 1000
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self._time = time.perf_counter()
-
-    def seconds_to(self, later: _Clock) -> float:
-        return later._time - self._time
 
 
 def _exports(server_args: ServerArgs, ps: ParallelState) -> bool:

@@ -8,13 +8,28 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.accept_prefix import accept_prefix
     from sglang_dflash.kernels.apply_penalties import apply_penalties
     from sglang_dflash.kernels.gather_window import gather_window
+    from sglang_dflash.kernels.index_kv import index_kv
     from sglang_dflash.kernels.prepare_block import prepare_block
+    from sglang_dflash.kernels.read_clock import read_clock
+    from sglang_dflash.kernels.split_kv import split_kv
     from sglang_dflash.kernels.write_context_kv import write_context_kv
 else:
     from sglang_dflash.reference.accept_prefix import accept_prefix
     from sglang_dflash.reference.apply_penalties import apply_penalties
     from sglang_dflash.reference.gather_window import gather_window
+    from sglang_dflash.reference.index_kv import index_kv
     from sglang_dflash.reference.prepare_block import prepare_block
+    from sglang_dflash.reference.read_clock import read_clock
+    from sglang_dflash.reference.split_kv import split_kv
     from sglang_dflash.reference.write_context_kv import write_context_kv
 
-__all__ = ["accept_prefix", "apply_penalties", "gather_window", "prepare_block", "write_context_kv"]
+__all__ = [
+    "accept_prefix",
+    "apply_penalties",
+    "gather_window",
+    "index_kv",
+    "prepare_block",
+    "read_clock",
+    "split_kv",
+    "write_context_kv",
+]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -21,24 +20,25 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash import ops
 from sglang_dflash.accept import Acceptance
-from sglang_dflash.context import ContextWriter
-from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.block_plan import is_planned_from_bounds
+from sglang_dflash.config import ConfigError
+from sglang_dflash.cycle import DecodeCycle
 from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.drafter_runner import build_draft_worker
-from sglang_dflash.graphs import GraphTail
+from sglang_dflash.graphs import CycleGraphRunner
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.memory import KVMemory, check_window_pool
-from sglang_dflash.metrics import CycleMetrics
+from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
+from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, takes_argmax
-from sglang_dflash.simulate import SIMULATED, simulate_acceptance
 from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
 from sglang_dflash.weights import differences
@@ -66,15 +66,6 @@ class DFlashWorker(BaseSpecWorker):
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
-        self._draft_window: DraftWindow | None = None
-        self._draft_head = DraftHead.of(draft_model, target_model.lm_head, get_tp_group())
-        # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
-        self._draft_spec_info = DFlashVerifyInput(
-            draft_token=None,
-            positions=None,
-            draft_token_num=self.block_size,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
 
     # --- set-up, in the order in which the scheduler calls it -------------------------------------------------------
 
@@ -84,24 +75,36 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        return (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
+        backends = (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
         target_runner = self.target_worker.model_runner
-        window = target_runner.server_args.speculative_draft_window_size
-        if window is not None:
-            self._draft_window = DraftWindow(window, target_runner.page_size, self.block_size, req_to_token_pool)
-        draft_rows = req_to_token_pool if window is None else self._draft_window.pool
+        window_size = target_runner.server_args.speculative_draft_window_size
+        window = None
+        if window_size is not None:
+            window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
+        draft_rows = req_to_token_pool if window is None else window.pool
         super().alloc_memory_pool(memory_pool_config, draft_rows, token_to_kv_pool_allocator)
         self.req_to_token_pool = req_to_token_pool
         check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)
-        self._context = ContextWriter(self.draft_model_runner.model, self.draft_model_runner.token_to_kv_pool)
-        self._propose = GraphTail(self.draft_model_runner, self._fill_block)
-        self._decide = GraphTail(target_runner, self._accept_argmax)
         self._sampler = BlockSampler(target_runner, get_tp_group())
+        self._cycle = DecodeCycle(self.draft_model_runner, target_runner.model, self.block_size, window)
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle, self._metrics.clock)
+
+    def init_cuda_graphs(self) -> None:
+        """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
+        runner = self.target_worker.model_runner.decode_cuda_graph_runner
+        self._graphs = runner if isinstance(runner, CycleGraphRunner) else None
+        if self._graphs is None and isinstance(runner, DecodeCudaGraphRunner):
+            raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -130,7 +133,7 @@ class DFlashWorker(BaseSpecWorker):
             return False, f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}."
         success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
         if success:
-            self._context.fuse_weights()
+            self._cycle.reload_weights()
         return success, message
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
@@ -159,141 +162,90 @@ class DFlashWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
-        draft_input: DFlashDraftInput = batch.spec_info
-        self._metrics.begin()
+        cycle, clock, bs = self._cycle, self._metrics.clock, batch.batch_size()
+        cycle.begin()
 
-        # 1. Draft: [bonus, mask x (B - 1)] through the drafter, one argmax per row.
-        block_ids, positions, out_cache_loc = ops.prepare_block(
+        # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
+        forward_batch, can_replay = self._block_batch(batch)
+
+        # 2. Draft the block and verify it as a causal chain, in one replay.
+        grammar_tree = None
+        if can_replay:
+            output = self._verify(forward_batch)
+            if batch.has_grammar:
+                grammar_tree = self._graphs.grammar_tree()
+        else:
+            clock.mark(BEGUN)
+            block_tokens = cycle.draft(forward_batch, cycle.draft_backend.init_forward_metadata)
+            clock.mark(DRAFTED)
+            if batch.has_grammar:
+                grammar_tree = GrammarTree.from_linear_chain(block_tokens)
+            output = self._verify(forward_batch)
+        assert output.can_run_cuda_graph == can_replay
+
+        # 3. Accept a prefix of it, and append its rows to the drafter's context: the replay has, if the argmax decides.
+        is_argmax = takes_argmax(batch)
+        if can_replay and is_argmax:
+            accepted = self._graphs.accepted()
+        elif is_argmax:
+            accepted = cycle.accept_argmax(forward_batch, output.logits_output)
+        else:
+            block_tokens = forward_batch.input_ids.view(bs, self.block_size)
+            target_tokens = self._sampler(
+                batch, output.logits_output, block_tokens, forward_batch.positions, grammar_tree, grammar_barrier
+            )
+            accepted = cycle.accept(forward_batch, target_tokens)
+
+        # 4. Publish: the scheduler prepares the next cycle.
+        if on_publish is not None:
+            on_publish(accepted.new_seq_lens)
+        if not (can_replay and is_argmax):
+            clock.mark(VERIFIED)
+            cycle.append(forward_batch, output.logits_output, accepted)
+            clock.mark(APPENDED)
+        self._sampler.end_cycle(batch, accepted)
+        self._metrics.end_cycle()
+        # The next replay overwrites them before the scheduler has read them.
+        hidden_states = output.logits_output.hidden_states[:, cycle.num_features :]
+        output.logits_output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
+        return self._result(accepted, output)
+
+    def _block_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, bool]:
+        """A TARGET_VERIFY batch of `[bonus, mask x (B - 1)]` blocks, and whether a graph can be replayed for it."""
+        draft_input: DFlashDraftInput = batch.spec_info
+        bs = batch.batch_size()
+        static = None if self._graphs is None else self._graphs.block(bs)
+        block = Block.empty(bs, self.block_size, self.device) if static is None else static
+        ops.prepare_block(
             draft_input.bonus_tokens,
             batch.seq_lens,
             batch.req_pool_indices,
             self.req_to_token_pool.req_to_token,
             self._mask_token_id,
-            self.block_size,
+            block,
         )
-        positions, out_cache_loc = positions.view(-1), out_cache_loc.view(-1)
+        block = block.take(bs, self.block_size)
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
-        block_tokens = self._draft(batch, block_ids, positions, out_cache_loc)
-        self._metrics.mark()
-
-        # 2. Verify the block as a causal chain.
-        grammar_tree = GrammarTree.from_linear_chain(block_tokens) if batch.has_grammar else None
-        output, verified = self._verify(batch, block_tokens, positions, out_cache_loc)
-
-        # 3. Accept a prefix of it: usually decided at the end of the target's forward already.
-        if takes_argmax(batch):
-            accepted = self._accepted_argmax(output, verified, batch.batch_size())
-        else:
-            target_tokens = self._sampler(
-                batch, output.logits_output, block_tokens, positions, grammar_tree, grammar_barrier
-            )
-            accepted = ops.accept_prefix(block_tokens, target_tokens, batch.seq_lens)
-        if SIMULATED:
-            accepted = simulate_acceptance(accepted, block_tokens, batch.seq_lens)
-        self._metrics.mark()
-
-        # 4. Publish: the scheduler prepares the next cycle while this one appends.
-        if on_publish is not None:
-            on_publish(accepted.new_seq_lens)
-
-        # 5. Append the committed rows to the drafter's context. Rejected rows never enter it.
-        features, last_hidden_states = self._split_hidden_states(output)
-        self._context.write(features, positions, out_cache_loc, accepted.accept_lens)
-        self._metrics.mark()
-        self._sampler.end_cycle(batch, accepted)
-        # The next replay of the target's graph overwrites them before the scheduler has read them.
-        output.logits_output.hidden_states = last_hidden_states.clone() if batch.return_hidden_states else None
-        return self._result(accepted, output)
-
-    def _draft(
-        self,
-        batch: ScheduleBatch,
-        block_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the drafter over the block.
-
-        Args:
-            block_ids: [bs, B]; positions, out_cache_loc: [bs * B].
-
-        Returns:
-            [bs, B] int64, the bonus token and the draft tokens.
-        """
-        bs = batch.batch_size()
-        context_lens, kv_lens_cpu, kv_lens_sum = batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum
-        if self._draft_window is not None:
-            context_lens = self._draft_window.fill(batch.req_pool_indices, batch.seq_lens)
-            kv_lens_cpu = self._draft_window.host_kv_lens(kv_lens_cpu)
-            kv_lens_sum = int(kv_lens_cpu.sum())
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=bs,
-            input_ids=block_ids.view(-1),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=context_lens,
-            seq_lens_cpu=kv_lens_cpu,
-            seq_lens_sum=kv_lens_sum,
-            out_cache_loc=out_cache_loc,
-            positions=positions,
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._draft_spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
-        out = self.draft_model_runner.forward(forward_batch)
-        if out.can_run_graph:
-            return self._propose.replayed()[:bs]
-        return self._propose.eager(out.logits_output, forward_batch)
-
-    def _fill_block(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Behind the drafter's forward: [bs, B] tokens from its hidden states."""
-        return self._draft_head(forward_batch.input_ids.view(-1, self.block_size), output.hidden_states)
-
-    def _verify(
-        self,
-        batch: ScheduleBatch,
-        block_tokens: torch.Tensor,
-        positions: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-    ) -> tuple[GenerationBatchResult, ForwardBatch]:
-        """Run the target over the block in TARGET_VERIFY mode; the batch serves as scratch."""
-        batch.input_ids = block_tokens.view(-1)
-        batch.out_cache_loc = out_cache_loc
+        batch.input_ids = block.input_ids
+        batch.out_cache_loc = block.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.spec_info = DFlashVerifyInput(
-            draft_token=batch.input_ids,
-            positions=positions,
+            draft_token=block.input_ids,
+            positions=block.positions,
             draft_token_num=self.block_size,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
+        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
         forward_batch = ForwardBatch.init_new(
             batch,
             self.target_worker.model_runner,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
-        output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
-        return output, forward_batch
+        return forward_batch, static is not None and self._graphs.can_run_graph(forward_batch)
 
-    def _accept_argmax(self, output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> Acceptance:
-        """Behind the target's forward: compare its argmax with the block."""
-        return ops.accept_prefix(
-            forward_batch.input_ids.view(-1, self.block_size),
-            output.next_token_logits.argmax(dim=-1).view(-1, self.block_size),
-            forward_batch.seq_lens,
-        )
-
-    def _accepted_argmax(self, output: GenerationBatchResult, forward_batch: ForwardBatch, bs: int) -> Acceptance:
-        if output.can_run_cuda_graph:
-            return self._decide.replayed().take(bs)
-        return self._decide.eager(output.logits_output, forward_batch)
-
-    def _split_hidden_states(self, output: GenerationBatchResult) -> tuple[torch.Tensor, torch.Tensor]:
-        """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
-        hidden_states = output.logits_output.hidden_states
-        num_features = self.draft_model_runner.model.fc.in_features
-        return hidden_states[:, :num_features], hidden_states[:, num_features:]
+    def _verify(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
+        return self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
@@ -309,9 +261,9 @@ class DFlashWorker(BaseSpecWorker):
                 for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
             ]
         ).to(self.device, non_blocking=True)
-        features, last_hidden_states = self._split_hidden_states(result)
-        self._context.write(features, positions, batch.out_cache_loc)
-        result.logits_output.hidden_states = last_hidden_states if batch.return_hidden_states else None
+        hidden_states, num_features = result.logits_output.hidden_states, self._cycle.num_features
+        self._cycle.append_prompt(hidden_states[:, :num_features], positions, batch.out_cache_loc)
+        result.logits_output.hidden_states = hidden_states[:, num_features:] if batch.return_hidden_states else None
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
         )

@@ -6,32 +6,42 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.reference.prepare_block import Block
+
 
 @triton.jit
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
     req_pool_indices,
+    bs,
     req_to_token,
     req_to_token_stride,
     mask_token_id,
     block_ids,
     positions,
     out_cache_loc,
+    block_req_pool_indices,
+    block_seq_lens,
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
+    is_request = request < bs
+    seq_len = tl.load(seq_lens + request, mask=is_request, other=1).to(tl.int64)
+    req_pool_index = tl.load(req_pool_indices + request, mask=is_request, other=0).to(tl.int64)
+    bonus = tl.load(bonus_tokens + request, mask=is_request, other=mask_token_id)
     row = tl.arange(0, PADDED)
     valid = row < BLOCK_SIZE
-    position = tl.load(seq_lens + request).to(tl.int64) + row
-    table = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * req_to_token_stride
-    slot = tl.load(table + position, mask=valid, other=0).to(tl.int64)
-    token = tl.where(row == 0, tl.load(bonus_tokens + request), mask_token_id)
+    position = seq_len + row
+    table = req_to_token + req_pool_index * req_to_token_stride
+    slot = tl.load(table + position, mask=valid & is_request, other=0).to(tl.int64)
     out = request * BLOCK_SIZE + row
-    tl.store(block_ids + out, token, mask=valid)
+    tl.store(block_ids + out, tl.where(row == 0, bonus, mask_token_id), mask=valid)
     tl.store(positions + out, position, mask=valid)
     tl.store(out_cache_loc + out, slot, mask=valid)
+    tl.store(block_req_pool_indices + request, req_pool_index)
+    tl.store(block_seq_lens + request, seq_len)
 
 
 def prepare_block(
@@ -40,26 +50,27 @@ def prepare_block(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     mask_token_id: int,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    block: Block,
+) -> None:
     """See :func:`sglang_dflash.reference.prepare_block.prepare_block`."""
-    bs = bonus_tokens.shape[0]
-    block_ids, positions, out_cache_loc = torch.empty(
-        (3, bs, block_size), dtype=torch.int64, device=bonus_tokens.device
-    ).unbind()
-    if bs:
-        _prepare_block_kernel[(bs,)](
-            bonus_tokens,
-            seq_lens,
-            req_pool_indices,
-            req_to_token,
-            req_to_token.stride(0),
-            mask_token_id,
-            block_ids,
-            positions,
-            out_cache_loc,
-            BLOCK_SIZE=block_size,
-            PADDED=triton.next_power_of_2(block_size),
-            num_warps=1,
-        )
-    return block_ids, positions, out_cache_loc
+    padded_bs = block.seq_lens.shape[0]
+    if padded_bs == 0:
+        return
+    block_size = block.input_ids.shape[0] // padded_bs
+    _prepare_block_kernel[(padded_bs,)](
+        bonus_tokens,
+        seq_lens,
+        req_pool_indices,
+        bonus_tokens.shape[0],
+        req_to_token,
+        req_to_token.stride(0),
+        mask_token_id,
+        block.input_ids,
+        block.positions,
+        block.out_cache_loc,
+        block.req_pool_indices,
+        block.seq_lens,
+        BLOCK_SIZE=block_size,
+        PADDED=triton.next_power_of_2(block_size),
+        num_warps=1,
+    )

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a decode cycle of P requests reads, in memory that a CUDA graph may own. All int64.
+
+    Attributes:
+        input_ids: [P * B], the bonus token and B - 1 mask tokens of each request.
+        positions: [P * B], true positions.
+        out_cache_loc: [P * B], the KV slots of those positions.
+        req_pool_indices: [P], rows of `req_to_token`.
+        seq_lens: [P], committed tokens that have KV; the bonus token's position.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @classmethod
+    def empty(cls, bs: int, block_size: int, device: torch.device) -> Block:
+        rows = torch.empty((3, bs * block_size), dtype=torch.int64, device=device)
+        requests = torch.empty((2, bs), dtype=torch.int64, device=device)
+        return cls(*rows.unbind(), *requests.unbind())
+
+    def take(self, bs: int, block_size: int) -> Block:
+        """Views of the first `bs` requests."""
+        rows = slice(bs * block_size)
+        return Block(
+            self.input_ids[rows],
+            self.positions[rows],
+            self.out_cache_loc[rows],
+            self.req_pool_indices[:bs],
+            self.seq_lens[:bs],
+        )
 
 
 def prepare_block(
@@ -11,24 +49,27 @@ def prepare_block(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     mask_token_id: int,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    block: Block,
+) -> None:
     """Lay out `[bonus, mask x (B - 1)]` for every request.
 
     Args:
         bonus_tokens: [bs] int64, the last committed token, whose target KV does not exist yet.
-        seq_lens: [bs] int64, committed tokens that have KV; the bonus token's position.
-        req_pool_indices: [bs] int64, rows of `req_to_token`.
+        seq_lens: [bs] int64.
+        req_pool_indices: [bs] int64.
         req_to_token: [rows, width] int32, KV slot of every position of every request.
-
-    Returns:
-        block_ids: [bs, B] int64.
-        positions: [bs, B] int64, `seq_lens .. seq_lens + B - 1`.
-        out_cache_loc: [bs, B] int64, the KV slots of those positions.
+        block: written, of P >= bs requests; those behind the first bs become requests of one token, in row 0 of
+            `req_to_token` and slot 0 of the KV, which SGLang keeps for padding.
     """
-    bs = bonus_tokens.shape[0]
-    block_ids = bonus_tokens.new_full((bs, block_size), mask_token_id)
-    block_ids[:, 0] = bonus_tokens
-    positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
-    out_cache_loc = req_to_token[req_pool_indices[:, None], positions].to(torch.int64)
-    return block_ids, positions, out_cache_loc
+    bs, padded_bs = bonus_tokens.shape[0], block.seq_lens.shape[0]
+    if padded_bs == 0:
+        return
+    rows = [tensor.view(padded_bs, -1) for tensor in (block.input_ids, block.positions, block.out_cache_loc)]
+    block_ids, positions, out_cache_loc = rows
+    block.req_pool_indices[:bs], block.req_pool_indices[bs:] = req_pool_indices, 0
+    block.seq_lens[:bs], block.seq_lens[bs:] = seq_lens, 1
+    block_ids.fill_(mask_token_id)
+    block_ids[:bs, 0] = bonus_tokens
+    torch.add(block.seq_lens[:, None], torch.arange(positions.shape[1], device=seq_lens.device), out=positions)
+    out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
+    out_cache_loc[bs:] = 0

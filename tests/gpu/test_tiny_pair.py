@@ -60,7 +60,7 @@ def test_replay_equals_eager(backend, tmp_path):
     padded = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
     assert set(seen) == {(stage, *sizes) for stage in ("draft", "verify") for sizes in padded.items()}
     for key, entries in sorted(seen.items()):
-        worst = max(entry["hidden_error"] for entry in entries)
+        worst = max(entry["hidden_error"] or 0.0 for entry in entries)
         wrong = sum(entry["different_tokens"] for entry in entries) / sum(entry["tokens"] for entry in entries)
         print(f"\n{backend} {key}: {len(entries)} cycles, hidden error {worst:.1e}, tokens apart {wrong:.2%}")
         # bf16 rounding, where a planner splits the same attention differently; a wrong mask or slot is far outside.

@@ -2,12 +2,14 @@ import pytest
 import torch
 
 from sglang_dflash.kernels.prepare_block import prepare_block
+from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.reference.prepare_block import prepare_block as reference
 
 
+@pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("bs", [0, 1, 3, 33])
 @pytest.mark.parametrize("block_size", [2, 8, 10, 16])
-def test_matches_reference(bs, block_size, device):
+def test_matches_reference(bs, block_size, padding, device):
     width = 97
     req_to_token = torch.randint(0, 10**6, (bs + 2, width), dtype=torch.int32, device=device)
     # A view with a row stride of its own, as a slice of a larger pool would be.
@@ -18,18 +20,28 @@ def test_matches_reference(bs, block_size, device):
         torch.randperm(bs + 2, device=device)[:bs],
         req_to_token,
         151669,
-        block_size,
     )
-    for got, want in zip(prepare_block(*args), reference(*args), strict=True):
-        assert got.dtype == want.dtype and got.is_contiguous()
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    got, want = (Block.empty(bs + padding, block_size, device) for _ in range(2))
+    prepare_block(*args, got)
+    reference(*args, want)
+    torch.testing.assert_close(vars(got), vars(want), rtol=0, atol=0)
 
 
 def test_last_positions_of_a_row_stay_in_the_row(device):
     req_to_token = torch.arange(3 * 20, dtype=torch.int32, device=device).view(3, 20)
-    bonus = torch.tensor([7], device=device)
-    _, positions, slots = prepare_block(
-        bonus, torch.tensor([12], device=device), torch.tensor([1], device=device), req_to_token, 5, 8
-    )
-    assert positions.tolist() == [list(range(12, 20))]
-    assert slots.tolist() == [list(range(32, 40))]
+    bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
+    block = Block.empty(1, 8, device)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, block)
+    assert block.input_ids.tolist() == [7] + [5] * 7
+    assert block.positions.tolist() == list(range(12, 20))
+    assert block.out_cache_loc.tolist() == list(range(32, 40))
+
+
+def test_padding_is_harmless(device):
+    """Padded requests read and write only where SGLang keeps nothing."""
+    req_to_token = torch.full((3, 20), 9, dtype=torch.int32, device=device)
+    block = Block.empty(2, 4, device)
+    bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, block)
+    assert block.seq_lens.tolist() == [12, 1] and block.req_pool_indices.tolist() == [1, 0]
+    assert block.out_cache_loc.tolist() == [9] * 4 + [0] * 4

@@ -1,0 +1,104 @@
+"""How attention backends learn the layout of a batch of blocks whose forward is inside a CUDA graph.
+
+SGLang prepares a backend before every replay (`init_forward_metadata_out_graph`). What that launches is recorded in the
+graph instead, where the backend computes everything on the GPU; a host that only launches a replay is done sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.utils.common import is_flashinfer_available
+
+logger = logging.getLogger(__name__)
+
+
+class BlockPlan(Protocol):
+    """The layout of one backend's blocks, for every captured batch size.
+
+    Attributes:
+        needs_host_lens: `before_replay` reads `seq_lens_cpu` of its batch.
+    """
+
+    needs_host_lens: bool
+
+    def capture(self, batch: ForwardBatch) -> None:
+        """Bind the backend to the buffers of `batch`, which is about to be captured."""
+
+    def record(self, batch: ForwardBatch) -> None:
+        """Launch, inside the graph, what computes the layout of `batch`."""
+
+    def before_replay(self, batch: ForwardBatch) -> None:
+        """Prepare a replay; `batch` has the buffers of the graph, and `seq_lens_cpu`, [bs], the block included: no KV
+        is longer than that."""
+
+
+class RecordedPlan:
+    """A backend that lays out blocks on the GPU alone: FA3 and Triton."""
+
+    needs_host_lens = False
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def capture(self, batch: ForwardBatch) -> None:
+        self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def record(self, batch: ForwardBatch) -> None:
+        self._backend.init_forward_metadata_out_graph(batch)
+
+    def before_replay(self, batch: ForwardBatch) -> None:
+        pass
+
+
+class ReplayPlan:
+    """Any other backend, prepared before every replay as SGLang does it."""
+
+    needs_host_lens = True
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def capture(self, batch: ForwardBatch) -> None:
+        self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def record(self, batch: ForwardBatch) -> None:
+        pass
+
+    def before_replay(self, batch: ForwardBatch) -> None:
+        self._backend.init_forward_metadata_out_graph(batch)
+
+
+def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
+    """The leanest plan that a backend allows."""
+    # Imported here: without a GPU's libraries there are no such backends.
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    if isinstance(backend, FlashAttentionBackend):
+        return RecordedPlan(backend)
+    # Its window into a pool of its own is translated up to a length that the host reads.
+    if isinstance(backend, TritonAttnBackend) and not backend.use_sliding_window_kv_pool:
+        return RecordedPlan(backend)
+    if is_flashinfer_available():
+        from sglang_dflash.flashinfer_plan import FlashInferPlan
+
+        if FlashInferPlan.supports(backend):
+            return FlashInferPlan(backend, block_size)
+    logger.info(
+        "%s is prepared by the host before every decode cycle: it lays out its KV with lengths that the host reads.",
+        type(backend).__name__,
+    )
+    return ReplayPlan(backend)
+
+
+def is_planned_from_bounds(backend: AttentionBackend) -> bool:
+    """Whether a backend that asks for sequence lengths on the CPU needs no more than upper bounds for blocks."""
+    if not is_flashinfer_available():
+        return False
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    return type(backend) is FlashInferAttnBackend

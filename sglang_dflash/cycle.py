@@ -1,0 +1,119 @@
+"""What the GPU does in a decode cycle, step by step: recorded in a CUDA graph, or run as it is.
+
+Shapes: bs requests, B rows of a block, T = bs * B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
+
+from sglang_dflash import ops
+from sglang_dflash.accept import Acceptance
+from sglang_dflash.context import ContextWriter
+from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.draft_window import DraftWindow
+from sglang_dflash.info import DFlashVerifyInput
+from sglang_dflash.simulate import SimulatedAcceptance
+
+
+class DecodeCycle:
+    """The steps around the target's forward. Between them travels a TARGET_VERIFY batch of blocks, whose `input_ids`
+    begin as `[bonus, mask x (B - 1)]` and end as the drafted block."""
+
+    def __init__(
+        self, draft_runner: ModelRunner, target_model: nn.Module, block_size: int, window: DraftWindow | None
+    ) -> None:
+        self.block_size = block_size
+        self._draft_runner = draft_runner
+        self._model = draft_runner.model
+        self._window = window
+        self._head = DraftHead.of(self._model, target_model.lm_head, get_tp_group())
+        self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
+        self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
+        # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
+        self._spec_info = DFlashVerifyInput(
+            draft_token=None,
+            positions=None,
+            draft_token_num=block_size,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    @property
+    def draft_backend(self) -> AttentionBackend:
+        return self._draft_runner.attn_backend
+
+    @property
+    def num_features(self) -> int:
+        """F * H, the width of what the drafter's context is made of."""
+        return self._model.fc.in_features
+
+    def reload_weights(self) -> None:
+        """The drafter's weights have changed."""
+        self._context.fuse_weights()
+
+    def begin(self) -> None:
+        """On the host, before every cycle."""
+        if self._simulated is not None:
+            self._simulated.draw(self.block_size)
+
+    def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """The drafter's view of a batch."""
+        return replace(batch, spec_info=self._spec_info, capture_hidden_mode=CaptureHiddenMode.NULL)
+
+    def host_kv_lens(self, kv_lens: torch.Tensor) -> torch.Tensor:
+        """Upper bounds of the drafter's KV, [bs] on the CPU, from those of the target's."""
+        return kv_lens if self._window is None else self._window.host_kv_lens(kv_lens)
+
+    def draft(self, batch: ForwardBatch, lay_out: Callable[[ForwardBatch], None]) -> torch.Tensor:
+        """Fill in the block: one drafter forward, one argmax per row.
+
+        Args:
+            batch: its `input_ids` are overwritten.
+            lay_out: prepares the drafter's attention backend for a batch.
+
+        Returns:
+            [bs, B] int64, the bonus token and the draft tokens, in the memory of `input_ids`.
+        """
+        draft_batch = self.draft_batch(batch)
+        if self._window is not None:
+            draft_batch.seq_lens = self._window.fill(batch.req_pool_indices, batch.seq_lens)
+        lay_out(draft_batch)
+        with forward_context(ForwardContext(attn_backend=self.draft_backend)):
+            output = self._model.forward(batch.input_ids, batch.positions, draft_batch)
+        block = batch.input_ids.view(-1, self.block_size)
+        return block.copy_(self._head(block, output.hidden_states))
+
+    def accept_argmax(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> Acceptance:
+        """Accept what the target's argmax agrees with."""
+        return self.accept(batch, output.next_token_logits.argmax(dim=-1).view(-1, self.block_size))
+
+    def accept(self, batch: ForwardBatch, target_tokens: torch.Tensor) -> Acceptance:
+        """Accept a prefix of the block.
+
+        Args:
+            target_tokens: [bs, B] int64, the target's choice after every row.
+        """
+        block = batch.input_ids.view(-1, self.block_size)
+        accepted = ops.accept_prefix(block, target_tokens, batch.seq_lens)
+        if self._simulated is not None:
+            accepted = self._simulated(accepted, block, batch.seq_lens)
+        return accepted
+
+    def append(self, batch: ForwardBatch, output: LogitsProcessorOutput, accepted: Acceptance) -> None:
+        """Append the committed rows to the drafter's context. Rejected rows never enter it."""
+        features = output.hidden_states[:, : self.num_features]
+        self._context.write(features, batch.positions, batch.out_cache_loc, accepted.accept_lens)
+
+    def append_prompt(self, features: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+        """Append prompt tokens to the drafter's context: features [T, F * H], positions [T], out_cache_loc [T]."""
+        self._context.write(features, positions, out_cache_loc)
