@@ -22,7 +22,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import date
 from pathlib import Path
 
@@ -31,13 +31,16 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
-from sglang_dflash.accept import Acceptance
+from sglang_dflash.reference.prepare_block import Block
+from sglang_dflash.reference.split_kv import KVSplit
 from sglang_dflash.reference.write_context_kv import KVBuffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 BLOCK_SIZE = 16
 LAYERS, KV_HEADS, HEAD_DIM = 5, 8, 128
+# What FlashInfer splits for 4 query heads per KV head on an H100.
+ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
 # Committed rows of a block: 6 and 7 in turn.
 ACCEPT_LENGTH = 6.5
 
@@ -64,8 +67,9 @@ def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.
 
 def prepare_block(bs: int, args: argparse.Namespace) -> Case:
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
-    arguments = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1, BLOCK_SIZE)
-    return Case(arguments, bs * (3 * 8 + BLOCK_SIZE * (4 + 3 * 8)))
+    block = Block.empty(bs, BLOCK_SIZE, DEVICE)
+    arguments = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1, block)
+    return Case(arguments, bs * (5 * 8 + BLOCK_SIZE * (4 + 3 * 8)))
 
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
@@ -90,6 +94,24 @@ def gather_window(bs: int, args: argparse.Namespace) -> Case:
     out = torch.zeros(bs, args.window + BLOCK_SIZE, dtype=torch.int32, device=DEVICE)
     arguments = (slots, rows(bs), seq_lens(bs, args), args.window, 1, BLOCK_SIZE, out)
     return Case(arguments, 2 * out.nbytes + bs * 3 * 8)
+
+
+def index_kv(bs: int, args: argparse.Namespace) -> Case:
+    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    lens = seq_lens(bs, args)
+    kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
+    kv_indices = torch.zeros(slots.numel(), dtype=torch.int32, device=DEVICE)
+    arguments = (slots, rows(bs), lens, None, BLOCK_SIZE, None, kv_indptr, kv_indices)
+    return Case(arguments, 2 * 4 * (int(lens.sum()) + bs * BLOCK_SIZE) + bs * (2 * 8 + 4))
+
+
+def split_kv(bs: int, args: argparse.Namespace) -> Case:
+    lens, tiles = seq_lens(bs, args), BLOCK_SIZE * ROWS_PER_TOKEN // ROWS_PER_TILE
+    sizes = (MAX_ENTRIES + bs * tiles,) * 4 + (bs + 1, bs * BLOCK_SIZE + 1, 1)
+    dtypes = [torch.int32] * 3 + [torch.bool] + [torch.int32] * 3
+    split = KVSplit(*(torch.zeros(n, dtype=dtype, device=DEVICE) for n, dtype in zip(sizes, dtypes, strict=True)))
+    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, split)
+    return Case(arguments, lens.nbytes + sum(tensor.nbytes for tensor in vars(split).values()))
 
 
 def write_context_kv(bs: int, args: argparse.Namespace) -> Case:
@@ -124,10 +146,13 @@ def accept_lens(bs: int) -> torch.Tensor:
     return torch.arange(bs, device=DEVICE) % 2 + math.floor(ACCEPT_LENGTH)
 
 
+# All but `read_clock`, which moves nothing.
 KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     prepare_block,
     accept_prefix,
     gather_window,
+    index_kv,
+    split_kv,
     write_context_kv,
     apply_penalties,
 ]
@@ -167,10 +192,10 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
     """Every tensor in arguments or results, but for addresses."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Acceptance):
-        yield value.packed
     elif isinstance(value, KVBuffers):
         yield from (*value.k, *value.v)
+    elif is_dataclass(value):
+        yield from tensors(tuple(vars(value).values()))
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from tensors(part)
