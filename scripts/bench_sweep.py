@@ -9,6 +9,11 @@ On a GPU, decoding alone, with dummy weights in the shape of real models and sim
     python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
         --backends fa3 flashinfer triton --new-tokens 384 --out work/decode
 
+What a cycle costs as the context grows, with a window on the drafter's part of it and without:
+
+    python3 scripts/bench_sweep.py --measure decode --pairs small --modes in-tree ours --concurrency 1 \\
+        --prompt-tokens 512 8192 32768 65536 131000 --draft-windows none 4096 --new-tokens 384 --out work/growth
+
 With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
 
     python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\
@@ -22,20 +27,19 @@ it was stopped. OUT.md and OUT.png show it.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.metadata
 import importlib.util
+import itertools
 import json
-import os
 import shlex
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
 from bench.engine import MODES, Configuration, EngineProcess, Workload
-from bench.pairs import PAIRS, Pair, checkpoint, find_pair
+from bench.groups import Candidate, pack, running
+from bench.machine import hardware, versions
+from bench.pairs import PAIRS, Pair, find_pair
 from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
 from bench.results import Results, draw, markdown
 from tqdm import tqdm
@@ -45,18 +49,9 @@ _METHODS = {
     "requests": "Greedy requests from as many clients as the concurrency says, each waiting for its answer; token ids "
     "in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is what a request waits for its next "
     "tokens, prefills of others included.",
-    "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one.",
+    "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one. Prompts come "
+    "from the radix cache.",
 }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An engine that takes part; `share` is the part of the GPU, or of a machine without one, that it takes."""
-
-    configuration: Configuration
-    workload: Workload
-    is_dummy: bool
-    share: float
 
 
 # Who takes turns, with which prompts, at which concurrency.
@@ -93,42 +88,27 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
 
 
 def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) -> list[list[Candidate]]:
-    """What stays together of one target: engines with the same drafter, block size, backend and ranks.
+    """What stays together of one target: engines with the same drafter, block size, window, backend and ranks.
 
-    No speculation is measured once for all drafters and block sizes.
+    No speculation is measured once for all drafters, block sizes and windows.
     """
 
-    def candidate(mode: str, pair: Pair, backend: str, tp: int, block: int | None) -> Candidate:
+    def candidate(
+        mode: str, pair: Pair, backend: str, tp: int, block: int | None = None, window: int | None = None
+    ) -> Candidate:
         drafter, share = (None, pair.share[1]) if mode == "none" else (pair.drafter, pair.share[0])
-        configuration = Configuration(mode, pair.target, drafter, backend, tp, block)
+        configuration = Configuration(mode, pair.target, drafter, backend, tp, block, window)
         return Candidate(configuration, workload, pair.is_dummy, 1 / args.together if args.together else share)
 
     units = []
     for tp in args.tp:
         for backend in args.backends:
-            for pair in pairs:
-                for block in args.block_sizes:
-                    units.append([candidate(mode, pair, backend, tp, block) for mode in args.modes if mode != "none"])
+            for pair, block, window in itertools.product(pairs, args.block_sizes, args.draft_windows):
+                modes = [mode for mode in args.modes if mode != "none"]
+                units.append([candidate(mode, pair, backend, tp, block, window) for mode in modes])
             if "none" in args.modes:
-                units.append([candidate("none", pairs[0], backend, tp, None)])
+                units.append([candidate("none", pairs[0], backend, tp)])
     return units
-
-
-def pack(units: list[list[Candidate]]) -> list[list[Candidate]]:
-    """Every unit into the first group that has room for it; one that never fits falls apart."""
-    groups: list[list[Candidate]] = []
-    for unit in units:
-        for part in [unit] if fits(unit) else [[candidate] for candidate in unit]:
-            group = next((group for group in groups if fits(group + part)), None)
-            if group is None:
-                groups.append(part)
-            else:
-                group += part
-    return groups
-
-
-def fits(candidates: list[Candidate]) -> bool:
-    return sum(candidate.share for candidate in candidates) < 1.001
 
 
 def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
@@ -183,21 +163,17 @@ def key_of(candidate: Candidate, prompts: Prompts, concurrency: int) -> dict:
 
 def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
     """Start the engines of one group, let them take turns, and stop them."""
-    engines: list[tuple[Candidate, EngineProcess]] = []
-    try:
-        for candidates, *_ in rounds:
-            new = [candidate for candidate in candidates if all(candidate != other for other, _ in engines)]
-            engines += [(candidate, start(candidate, args)) for candidate in new]
-        progress.set_postfix_str(f"starting {len(engines)} engines")
-        for _, engine in engines:
-            engine.wait_until_ready()
+    group: list[Candidate] = []
+    for candidates, *_ in rounds:
+        group += [candidate for candidate in candidates if candidate not in group]
+    progress.set_postfix_str(f"starting {len(group)} engines")
+    with running(group, args.device, args.models) as engines:
         for candidates, prompts, concurrency in rounds:
             turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
+            if not turn:
+                continue
             runs = take_turns(turn, prompts, concurrency, args.repeats, progress)
             results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
-    finally:
-        for _, engine in engines:
-            engine.stop()
 
 
 def take_turns(
@@ -205,7 +181,7 @@ def take_turns(
 ) -> list[dict]:
     index = turn[0][0].workload.prompts.index(prompts)
     for _, engine in turn:
-        engine.measure(index, concurrency, is_warm_up=True)
+        engine.warm_up(index, concurrency)
     runs = []
     for repeat in range(repeats):
         for candidate, engine in turn:
@@ -217,23 +193,11 @@ def take_turns(
     return runs
 
 
-def start(candidate: Candidate, args: argparse.Namespace) -> EngineProcess:
-    configuration = candidate.configuration
-    models = [model for model in (configuration.target, configuration.drafter) if model]
-    paths = {model: checkpoint(model, args.models) for model in models}
-    return EngineProcess(configuration, candidate.workload, paths, args.device, candidate.is_dummy)
-
-
 def describe_setup(args: argparse.Namespace) -> dict:
     """What has to be the same for figures that stand in one report."""
-    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python")
-    versions = [f"{name} {version}" for name in names if (version := installed(name))]
-    package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
-    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
-    digest = hashlib.sha256(sources).hexdigest()[:12]
     return {
         "hardware": hardware(args.device),
-        "versions": ", ".join([f"sglang-dflash {installed('sglang-dflash')} (sources {digest})", *versions]),
+        "versions": versions(),
         "method": _METHODS[args.measure],
         "measure": args.measure,
         "repeats": args.repeats,
@@ -245,31 +209,6 @@ def describe_setup(args: argparse.Namespace) -> dict:
     }
 
 
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def hardware(device: str) -> str:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        os.uname().machine,
-    )
-    cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-    if device == "cpu":
-        return f"CPU only, float32: {cores}"
-    # In a process of its own, as torch would keep memory on the GPU.
-    query = "import torch; print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
-    gpus = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-    return f"{gpus}, bfloat16; {cores}"
-
-
 def write_report(results: Results, out: Path, chart: bool) -> None:
     """OUT.md, and OUT.png where a chart is wanted."""
     if chart:
@@ -277,6 +216,10 @@ def write_report(results: Results, out: Path, chart: bool) -> None:
     text = markdown(results, out.name.replace("_", " "), f"{out.name}.png" if chart else None)
     Path(f"{out}.md").write_text(text)
     print(text)
+
+
+def window(text: str) -> int | None:
+    return None if text == "none" else int(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -290,6 +233,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--datasets", nargs="+", help="JSONL files; the tiny pair has prompts of its own")
     parser.add_argument("--tp", nargs="+", type=int, default=[1])
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[None], help="default: the drafter's")
+    parser.add_argument(
+        "--draft-windows", nargs="+", type=window, default=[None], help="context tokens that drafters see; none: all"
+    )
     parser.add_argument("--measure", choices=list(_METHODS), default="requests")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, help="answers per run of --measure requests; default: 4 per client")
@@ -325,9 +271,12 @@ def main() -> None:
             results = Results(data, describe_setup(args))
     except (OSError, ValueError) as error:
         sys.exit(f"bench_sweep.py: {error}")
-    if not args.report:
-        run(groups, args, results)
-    write_report(results, args.out, chart=not args.no_chart)
+    try:
+        if not args.report:
+            run(groups, args, results)
+    finally:
+        if results.runs:
+            write_report(results, args.out, chart=not args.no_chart)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Where a decode cycle's GPU time goes: kernels, launches and gaps, for this package and SGLang's in-tree DFLASH.
+"""Where a decode cycle's GPU time goes: kernels, gaps and host calls, for this package and SGLang's in-tree DFLASH.
 
-    python3 scripts/profile_cycle.py --pair qwen3-8b --backends fa3 --batch 1 32 --out scripts/results/profile.md
+    python3 scripts/profile_cycle.py --pair qwen3-8b --backends fa3 --batch 1 32 --out scripts/results/profile
 
-Traces a few steady cycles with PyTorch's profiler inside the real engine. Profiling itself costs time, so compare
+Traces a few steady cycles with PyTorch's profiler inside the real engine. Engines that fit on the GPU start together
+and are traced in turn; OUT.md and OUT.json are written after every trace. Profiling itself costs time, so compare
 shares and counts here, and total times in bench_sweep.py.
 """
 
@@ -10,103 +11,151 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gzip
 import itertools
 import json
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-from bench.engine import Configuration, check_worker, engine_arguments, environment
-from bench.pairs import PAIRS, checkpoint
+from bench.engine import Configuration, Workload
+from bench.groups import Candidate, pack, running
+from bench.pairs import PAIRS
+from bench.prompts import Prompts
 
-# The kernel that lays out the next block, ours and in-tree: launched once a cycle.
+# The kernel that lays out the next block, ours and in-tree: launched once a cycle, in a graph or outside.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
 
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+HOST_CALLS = {"cuda_runtime", "cuda_driver"}
+# What makes the scheduler wait for the GPU.
+HOST_SYNCS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
+PROMPT_TOKENS = 512
+# Scheduler steps before the cycles that are kept: prefill, and cycles while the batch fills up.
+LEAD_STEPS = 12
+BLOCK_SIZE = 16
 
 
-def trace_engine(args: argparse.Namespace) -> None:
-    """Run one configuration in this process and print one JSON line for every batch size."""
-    import sglang
-
+def plan(args: argparse.Namespace) -> list[list[Candidate]]:
+    """Groups of engines that live side by side."""
     pair = PAIRS[args.pair]
-    paths = {model: checkpoint(model, args.models) for model in (pair.target, pair.drafter)}
-    configuration = Configuration(args.mode, pair.target, pair.drafter, args.backend)
-    arguments = engine_arguments(configuration, paths, args.batch, "cuda", pair.is_dummy)
-    engine = sglang.Engine(**arguments, mem_fraction_static=0.75)
-    check_worker(engine, args.mode)
-    rng = random.Random(0)
-    for batch in args.batch:
-        prompts = [[rng.randrange(100, 4000) for _ in range(512)] for _ in range(batch)]
-        sampling = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
-        engine.generate(input_ids=prompts, sampling_params=sampling)
-        with tempfile.TemporaryDirectory() as folder:
-            engine.start_profile(output_dir=folder, activities=["GPU"], num_steps=args.cycles + 4, with_stack=False)
-            engine.generate(input_ids=prompts, sampling_params=sampling)
-            deadline = time.monotonic() + 60
-            while not (traces := list(Path(folder).glob("*.json.gz"))) and time.monotonic() < deadline:
-                time.sleep(0.5)
-            time.sleep(2)  # the file exists before it is complete
-            events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
-        summary = summarize([e for e in events if e.get("cat") in GPU_WORK], args.cycles)
-        print(
-            "RESULT " + json.dumps({"mode": args.mode, "backend": args.backend, "batch": batch} | summary), flush=True
-        )
-    engine.shutdown()
+    workload = Workload(
+        measure="decode",
+        prompts=[Prompts(None, PROMPT_TOKENS)],
+        concurrency=args.batch,
+        # Longer than the trace, whatever is accepted.
+        new_tokens=BLOCK_SIZE * (LEAD_STEPS + args.cycles + 8),
+        plain_tokens=0,
+        requests=None,
+        accept_length=args.accept_length,
+        chat_arguments={},
+    )
+    return pack(
+        [
+            [
+                Candidate(
+                    Configuration(mode, pair.target, pair.drafter, backend, draft_window=args.draft_window),
+                    workload,
+                    pair.is_dummy,
+                    pair.share[0],
+                )
+                for mode in args.modes
+            ]
+            for backend in args.backends
+        ]
+    )
+
+
+def summarize(events: list[dict], cycles: int) -> dict:
+    """Means per cycle, in microseconds where they are times, over the last `cycles` of a trace.
+
+    A cycle begins with one of `BLOCK_KERNELS`. Host calls are those of the scheduler's thread.
+
+    Raises:
+        ValueError: the trace has fewer cycles.
+    """
+    work = sorted((event for event in events if event.get("cat") in GPU_WORK), key=lambda event: event["ts"])
+    starts = [event["ts"] for event in work if event["name"].startswith(BLOCK_KERNELS)][-cycles - 1 :]
+    if len(starts) <= cycles:
+        raise ValueError(f"{len(starts)} kernels named {' or '.join(BLOCK_KERNELS)} in a trace of over {cycles} cycles")
+    first, last = starts[0], starts[-1]
+    work = [event for event in work if first <= event["ts"] < last]
+    outside = [event for event in work if not in_graph(event)]
+    wall, gaps = last - first, find_gaps(work, last)
+    idle = sum(us for _, us in gaps)
+    calls = scheduler_calls(
+        [event for event in events if event.get("cat") in HOST_CALLS and first <= event["ts"] < last]
+    )
+
+    def per_cycle(rows: list[dict]) -> list[dict]:
+        return [row | {"count": row["count"] / cycles, "us": row["us"] / cycles} for row in rows]
+
+    kernels = per_cycle(total_by_name((event["name"][:110], event["dur"]) for event in work))
+    graphs = collections.Counter(event["name"][:110] for event in work if in_graph(event))
+    for row in kernels:
+        row["in_graph"] = graphs[row["name"]] / (row["count"] * cycles)
+    host = per_cycle(total_by_name((event["name"], event["dur"]) for event in calls))
+    return {
+        "cycle_us": statistics.median(b - a for a, b in itertools.pairwise(starts)),
+        "mean_cycle_us": wall / cycles,
+        "busy_us": (wall - idle) / cycles,
+        "gap_us": idle / cycles,
+        "launches": len(work) / cycles,
+        "launches_outside_graphs": len(outside) / cycles,
+        "us_outside_graphs": sum(event["dur"] for event in outside) / cycles,
+        "graph_launches": sum(row["count"] for row in host if row["name"].startswith("cudaGraphLaunch")),
+        "host_syncs": sum(row["count"] for row in host if row["name"].startswith(HOST_SYNCS)),
+        "host_sync_us": sum(row["us"] for row in host if row["name"].startswith(HOST_SYNCS)),
+        # The host waits for these as well.
+        "pageable_copies": sum(row["count"] for row in kernels if "Pageable" in row["name"]),
+        "kernels": kernels,
+        "gaps": per_cycle(total_by_name(gaps)),
+        "host_calls": host,
+    }
 
 
 def in_graph(event: dict) -> bool:
     return bool(event["args"].get("graph node id"))
 
 
-def summarize(events: list[dict], cycles: int) -> dict:
-    """Per cycle: wall and busy time of the GPU, and every kernel's count and time.
+def find_gaps(work: list[dict], end: float) -> list[tuple[str, float]]:
+    """Times in which nothing runs, in microseconds, named by what ran before and what runs then."""
+    gaps = []
+    busy_until, before = work[0]["ts"], work[0]
+    for event in [*work, {"ts": end, "dur": 0.0, "name": work[0]["name"]}]:
+        if event["ts"] > busy_until:
+            gaps.append((f"{before['name'][:50]} ... {event['name'][:50]}", event["ts"] - busy_until))
+        if event["ts"] + event["dur"] >= busy_until:
+            busy_until, before = event["ts"] + event["dur"], event
+    return gaps
 
-    A cycle begins with one of `BLOCK_KERNELS`.
-    """
-    events.sort(key=lambda e: e["ts"])
-    starts = [e["ts"] for e in events if e["name"].startswith(BLOCK_KERNELS)][-cycles:]
-    window = [e for e in events if starts[0] <= e["ts"] < starts[-1]]
-    num_cycles = len(starts) - 1
-    busy, last_end = 0.0, 0.0
-    for e in window:
-        busy += max(0.0, e["ts"] + e["dur"] - max(e["ts"], last_end))
-        last_end = max(last_end, e["ts"] + e["dur"])
-    kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0])
-    for e in window:
-        row = kernels[e["name"][:110]]
-        row[0] += 1
-        row[1] += e["dur"]
-        row[2] += in_graph(e)
-    rows = [
-        {"name": name, "count": n / num_cycles, "us": us / num_cycles, "in_graph": graph / n}
-        for name, (n, us, graph) in kernels.items()
-    ]
-    rows.sort(key=lambda row: -row["us"])
-    outside = [e for e in window if not in_graph(e)]
-    return {
-        "cycle_us": statistics.median(b - a for a, b in itertools.pairwise(starts)),
-        "busy_us": busy / num_cycles,
-        "launches": len(window) / num_cycles,
-        "launches_outside_graphs": len(outside) / num_cycles,
-        "us_outside_graphs": sum(e["dur"] for e in outside) / num_cycles,
-        "kernels": rows,
-    }
+
+def scheduler_calls(calls: list[dict]) -> list[dict]:
+    """Those of the thread that launches most: engines have threads that only copy or poll."""
+    threads = collections.Counter(event["tid"] for event in calls)
+    return [event for event in calls if event["tid"] == max(threads, key=threads.get)]
+
+
+def total_by_name(named: collections.abc.Iterable[tuple[str, float]]) -> list[dict]:
+    """Count and sum of the times of every name, longest first."""
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for name, us in named:
+        times[name].append(us)
+    rows = [{"name": name, "count": len(us), "us": sum(us)} for name, us in times.items()]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def report(results: list[dict], top: int) -> str:
     lines = []
     for r in results:
         lines += [
-            f"## {r['mode']}, {r['backend']}, batch {r['batch']}",
+            f"## {r['engine']}, batch {r['batch']}",
             "",
-            f"cycle {r['cycle_us']:.0f} us, GPU busy {r['busy_us']:.0f} us; {r['launches']:.0f} launches, of which "
-            f"{r['launches_outside_graphs']:.0f} outside graphs ({r['us_outside_graphs']:.0f} us)",
+            f"Cycle {r['cycle_us']:.0f} us (mean {r['mean_cycle_us']:.0f}): GPU busy {r['busy_us']:.0f} us, gaps "
+            f"{r['gap_us']:.0f} us. {r['launches']:.0f} kernels and copies, {r['launches_outside_graphs']:.0f} of them "
+            f"outside graphs ({r['us_outside_graphs']:.0f} us); {r['graph_launches']:.1f} graph launches. The host "
+            f"waits {r['host_syncs']:.1f} times ({r['host_sync_us']:.0f} us), and {r['pageable_copies']:.1f} copies "
+            "are to or from pageable memory.",
             "",
             "| us per cycle | launches | in graph | kernel |",
             "|---|---|---|---|",
@@ -114,6 +163,9 @@ def report(results: list[dict], top: int) -> str:
         lines += [
             f"| {k['us']:.1f} | {k['count']:.1f} | {k['in_graph']:.0%} | `{k['name']}` |" for k in r["kernels"][:top]
         ]
+        for title, rows in (("gap between", r["gaps"][:15]), ("host call", r["host_calls"][:15])):
+            lines += ["", f"| us per cycle | count | {title} |", "|---|---|---|"]
+            lines += [f"| {row['us']:.1f} | {row['count']:.1f} | `{row['name']}` |" for row in rows]
         lines.append("")
     return "\n".join(lines)
 
@@ -124,34 +176,30 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["fa3"])
     parser.add_argument("--modes", nargs="+", choices=["in-tree", "ours"], default=["in-tree", "ours"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--draft-window", type=int)
     parser.add_argument("--cycles", type=int, default=12)
     parser.add_argument("--top", type=int, default=60, help="kernels to list")
     parser.add_argument("--accept-length", type=float, default=6.5)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--trace", action="store_true", help="trace one configuration in this process")
-    parser.add_argument("--mode")
-    parser.add_argument("--backend")
+    parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
+    parser.add_argument("--out", type=Path, default=Path("work/profile"), help="without suffix")
     args = parser.parse_args()
-    if args.trace:
-        trace_engine(args)
-        return
-    results = []
-    for backend in args.backends:
-        for mode in args.modes:
-            command = [sys.executable, __file__, "--trace", "--mode", mode, "--backend", backend, "--pair", args.pair]
-            command += ["--batch", *map(str, args.batch), "--models", str(args.models), "--cycles", str(args.cycles)]
-            env = environment(mode, accept_length=args.accept_length)
-            run = subprocess.run(command, env=env, capture_output=True, text=True)
-            if run.returncode:
-                raise RuntimeError(f"{mode} on {backend} failed:\n{run.stderr[-6000:]}")
-            lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-            results += [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    text = report(results, args.top)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results: list[dict] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for group in plan(args):
+            with running(group, "cuda", args.models) as engines:
+                for (candidate, engine), batch in itertools.product(engines, args.batch):
+                    name = str(candidate.configuration)
+                    folder = (args.traces or Path(scratch)) / f"{name}, batch {batch}".replace(", ", "-").replace(
+                        " ", ""
+                    )
+                    engine.warm_up(0, batch)
+                    events = engine.trace(0, batch, LEAD_STEPS + args.cycles, folder)
+                    results.append({"engine": name, "batch": batch} | summarize(events, args.cycles))
+                    Path(f"{args.out}.md").write_text(report(results, args.top))
+                    Path(f"{args.out}.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(report(results, args.top))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@ modes. Token ids go in and out, so tokenizers take no part.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
+import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,8 +34,13 @@ _SPARE_TOKENS = 128
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one engine is started with; `drafter` and `block_size` are None without speculation, and `block_size` where
-    it is the drafter's own."""
+    """What one engine is started with.
+
+    Attributes:
+        drafter: None without speculation.
+        block_size: None without speculation, or where it is the drafter's own.
+        draft_window: context tokens that the drafter sees; None without speculation, or for all.
+    """
 
     mode: str
     target: str
@@ -39,10 +48,12 @@ class Configuration:
     backend: str
     tp: int = 1
     block_size: int | None = None
+    draft_window: int | None = None
 
     def __str__(self) -> str:
         block = "" if self.block_size is None else f", block {self.block_size}"
-        return f"{self.mode}, {self.backend}, tp {self.tp}{block}"
+        window = "" if self.draft_window is None else f", window {self.draft_window}"
+        return f"{self.mode}, {self.backend}, tp {self.tp}{block}{window}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,16 @@ class Workload:
     accept_length: float | None
     chat_arguments: dict
 
+    @property
+    def answer_tokens(self) -> int:
+        """KV slots that the longest answer to a request takes."""
+        return _SHORT_TOKENS + max(self.new_tokens, self.plain_tokens) + _SPARE_TOKENS
+
+    @property
+    def positions(self) -> int:
+        """That a model needs for prompts of random tokens, whose length is known before they are built."""
+        return max(prompts.tokens for prompts in self.prompts) + self.answer_tokens
+
 
 def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: float | None = None) -> dict[str, str]:
     """Environment of a process that serves `mode`: in-tree keeps every plugin out."""
@@ -90,9 +111,9 @@ def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: flo
 
 
 def engine_arguments(
-    configuration: Configuration, paths: dict[str, str], batch: list[int], device: str, is_dummy: bool
+    configuration: Configuration, workload: Workload, paths: dict[str, str], device: str, is_dummy: bool
 ) -> dict:
-    """Arguments of `sglang.Engine`; `paths` has the checkpoints by name, `batch` the sizes to capture graphs for."""
+    """Arguments of `sglang.Engine`; `paths` has the checkpoints by name."""
     arguments = {
         "model_path": paths[configuration.target],
         "load_format": "dummy" if is_dummy else "auto",
@@ -101,9 +122,10 @@ def engine_arguments(
         "dtype": "float32" if device == "cpu" else "bfloat16",
         "attention_backend": configuration.backend,
         "tp_size": configuration.tp,
-        "disable_radix_cache": True,
-        "max_running_requests": max(64, *batch),
-        "cuda_graph_bs_decode": batch,
+        # Where prefill takes no part in what is measured, the warm-up leaves the prompts there for the other runs.
+        "disable_radix_cache": workload.measure != "decode",
+        "max_running_requests": max(64, *workload.concurrency),
+        "cuda_graph_bs_decode": workload.concurrency,
         "disable_prefill_cuda_graph": True,
         # An engine that waits for its turn must not keep a core busy.
         "sleep_on_idle": True,
@@ -115,6 +137,8 @@ def engine_arguments(
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
         if configuration.block_size is not None:
             arguments["speculative_dflash_block_size"] = configuration.block_size
+        if configuration.draft_window is not None:
+            arguments["speculative_draft_window_size"] = configuration.draft_window
     return arguments
 
 
@@ -129,7 +153,7 @@ def check_worker(engine, mode: str) -> None:
 
 
 def serve(job: dict) -> None:
-    """Start the engine, say READY, then measure (prompts, concurrency, warm-up) for every line on stdin."""
+    """Start the engine, say READY, then obey every line on stdin: a command's name and its arguments."""
     import sglang
     from transformers import AutoTokenizer
 
@@ -140,29 +164,42 @@ def serve(job: dict) -> None:
     most = max(workload.concurrency)
     sets = [build_prompts(prompts, tokenizer, most, workload.chat_arguments) for prompts in workload.prompts]
     longest = max(len(prompt.input_ids) for prompts in sets for prompt in prompts)
+    # The radix cache holds the answers of the run before besides those of this one.
+    answers = 2 if workload.measure == "decode" else 1
     # Engines that are compared live on the GPU side by side, so each takes only the KV it needs.
-    max_total_tokens = most * (longest + _SHORT_TOKENS + workload.new_tokens + _SPARE_TOKENS)
-    arguments = engine_arguments(configuration, job["paths"], workload.concurrency, job["device"], job["is_dummy"])
-    engine = sglang.Engine(**arguments, mem_fraction_static=0.9, max_total_tokens=max_total_tokens)
+    max_total_tokens = most * (longest + answers * workload.answer_tokens)
+    engine = sglang.Engine(
+        **engine_arguments(configuration, workload, job["paths"], job["device"], job["is_dummy"]),
+        mem_fraction_static=0.9,
+        max_total_tokens=max_total_tokens,
+        nccl_port=job["nccl_port"],
+    )
     check_worker(engine, configuration.mode)
     pool = engine.get_server_info()["max_total_num_tokens"]
     # Pools have whole pages.
     if pool < 0.99 * max_total_tokens:
         raise RuntimeError(f"memory for {pool} of {max_total_tokens} tokens; let fewer engines live --together.")
+
+    def warm_up(index: int, concurrency: int) -> None:
+        generate_batch(engine, sets[index], concurrency, _SHORT_TOKENS)
+
+    def measure(index: int, concurrency: int) -> dict:
+        prompts = sets[index]
+        if workload.measure == "decode":
+            new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
+            return measure_decode(engine, prompts, concurrency, new_tokens)
+        asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
+        return measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
+
+    def trace(index: int, concurrency: int, steps: int, folder: str) -> None:
+        engine.start_profile(output_dir=folder, activities=["GPU"], num_steps=steps, with_stack=False)
+        generate_batch(engine, sets[index], concurrency, workload.new_tokens)
+
+    commands = {"warm_up": warm_up, "measure": measure, "trace": trace}
     print("READY", flush=True)
     for line in sys.stdin:
-        index, concurrency, is_warm_up = json.loads(line)
-        prompts = sets[index]
-        if is_warm_up:
-            generate_batch(engine, prompts, concurrency, _SHORT_TOKENS)
-            result = {}
-        elif workload.measure == "decode":
-            new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
-            result = measure_decode(engine, prompts, concurrency, new_tokens)
-        else:
-            asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
-            result = measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
-        print("RESULT " + json.dumps(result), flush=True)
+        name, *arguments = json.loads(line)
+        print("RESULT " + json.dumps(commands[name](*arguments)), flush=True)
     # The sweep was killed.
     engine.shutdown()
 
@@ -264,6 +301,21 @@ def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
 # --- in the parent's process ----------------------------------------------------------------------------------------
 
 
+_given_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """A port below those that Linux gives to connections, for an engine that listens there only after its imports."""
+    ports = range(10000, 32000, 100)
+    for port in random.sample(ports, len(ports)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
+    raise RuntimeError("no free port")
+
+
 class EngineProcess:
     """Starts at once; `wait_until_ready` before measuring."""
 
@@ -275,6 +327,7 @@ class EngineProcess:
             "paths": paths,
             "device": device,
             "is_dummy": is_dummy,
+            "nccl_port": free_port(),
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
@@ -297,10 +350,25 @@ class EngineProcess:
     def wait_until_ready(self) -> None:
         self._wait_for("READY")
 
-    def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
-        """What was measured, nothing in a warm-up; `prompts` is an index into the workload's."""
-        print(json.dumps([prompts, concurrency, is_warm_up]), file=self._process.stdin, flush=True)
+    def _ask(self, command: str, *arguments) -> dict | None:
+        print(json.dumps([command, *arguments]), file=self._process.stdin, flush=True)
         return json.loads(self._wait_for("RESULT "))
+
+    def warm_up(self, prompts: int, concurrency: int) -> None:
+        """A short answer to each of a batch; `prompts` is an index into the workload's."""
+        self._ask("warm_up", prompts, concurrency)
+
+    def measure(self, prompts: int, concurrency: int) -> dict:
+        return self._ask("measure", prompts, concurrency)
+
+    def trace(self, prompts: int, concurrency: int, steps: int, folder: Path) -> list[dict]:
+        """The events of rank 0 in the first scheduler steps of a batch, as PyTorch's profiler writes them to `folder`.
+
+        Answers have to last longer than `steps`.
+        """
+        self._ask("trace", prompts, concurrency, steps, str(folder))
+        (path,) = folder.glob("*-TP-0.trace.json.gz")
+        return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
     def stop(self) -> None:
         """End the engine and every process that it started, in whatever state."""

@@ -114,13 +114,17 @@ def find_pair(name: str) -> Pair:
     return Pair(target, drafter)
 
 
-def checkpoint(model: str, folder: Path) -> str:
-    """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights."""
+def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
+    """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights.
+
+    Its `max_position_embeddings` grows to `positions`, for prompts that the real model has no room for.
+    """
     if model in _TINY:
         return str(_TINY[model])
     if model not in SHAPES:
         return model
-    path = folder / model
+    positions = max(positions, SHAPES[model]["max_position_embeddings"])
+    path = folder / f"{model}-{positions}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPES[model]))
+    (path / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": positions}))
     return str(path)

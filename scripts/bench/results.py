@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from bench.engine import MODES
 
 # What identifies a figure; the runs that share it are its repeats.
-KEY = ("mode", "target", "drafter", "backend", "tp", "block_size", "prompts", "concurrency")
+KEY = ("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window", "prompts", "concurrency")
 # What a speed-up is taken within: modes are compared where this is the same.
 _PLACE = ("target", "backend", "tp", "prompts", "concurrency")
 METRICS = {
@@ -113,7 +114,7 @@ def table(results: Results) -> list[str]:
     """A Markdown row for every figure, with speed-ups over no speculation and over the in-tree worker."""
     figures = results.repeats()
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
-    titles = ["drafter", "attention", "tp", "block", "prompts", "concurrency", "served by"]
+    titles = ["drafter", "attention", "tp", "block", "window", "prompts", "concurrency", "served by"]
     titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for runs in sorted(figures.values(), key=lambda runs: _order(runs[0])):
@@ -124,8 +125,8 @@ def table(results: Results) -> list[str]:
             for mode in ("none", "in-tree")
             if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
         }
-        cells = [_short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["prompts"]]
-        cells += [run["concurrency"], run["mode"]]
+        cells = [_short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
+        cells += [run["prompts"], run["concurrency"], run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
         cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
@@ -134,7 +135,7 @@ def table(results: Results) -> list[str]:
 
 def _comparable(run: dict, base: dict) -> bool:
     """Whether a speed-up of `run` over `base` means anything: only "none" has no drafter to be the same."""
-    names = _PLACE if base["mode"] == "none" else (*_PLACE, "drafter", "block_size")
+    names = _PLACE if base["mode"] == "none" else (*_PLACE, "drafter", "block_size", "draft_window")
     return run["mode"] != "none" and _part(run, names) == _part(base, names)
 
 
@@ -142,11 +143,13 @@ def _order(run: dict) -> tuple:
     return (
         *(str(run[name] or "") for name in ("target", "backend")),
         run["tp"],
-        run["prompts"],
+        # By length, not by digits.
+        re.sub(r"\d+", lambda number: number[0].zfill(9), run["prompts"]),
         run["concurrency"],
         MODES.index(run["mode"]),
         str(run["drafter"]),
         run["block_size"] or 0,
+        run["draft_window"] or 0,
     )
 
 
@@ -184,23 +187,27 @@ def draw(results: Results, path: Path) -> None:
     panels: dict[tuple, dict[tuple, list[list[dict]]]] = {}
     for runs in results.repeats().values():
         panel = panels.setdefault(_part(runs[0], ("target", "backend", "tp", "prompts")), {})
-        panel.setdefault(_part(runs[0], ("mode", "drafter", "block_size")), []).append(runs)
+        panel.setdefault(_part(runs[0], ("mode", "drafter", "block_size", "draft_window")), []).append(runs)
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, ((target, backend, tp, prompts), lines) in zip(axes.flat, panels.items(), strict=False):
-        for mode, drafter, block_size in sorted(lines, key=lambda line: (MODES.index(line[0]), str(line[1:]))):
-            points = lines[mode, drafter, block_size]
+        for line in sorted(lines, key=lambda line: (MODES.index(line[0]), str(line[1:]))):
+            mode, drafter, block_size, draft_window = line
+            points = lines[line]
             points.sort(key=lambda runs: runs[0]["concurrency"])
             spreads = [Spread.of(run["tokens_per_s"] for run in runs) for runs in points]
-            label = mode if len({line[1:] for line in lines if line[0] != "none"}) < 2 else f"{mode} {_short(drafter)}"
+            drafters = {other[1] for other in lines if other[0] != "none"}
+            label = mode if len(drafters) < 2 else f"{mode} {_short(drafter)}"
+            label += "" if block_size is None else f", block {block_size}"
+            label += "" if draft_window is None else f", window {draft_window}"
             axis.errorbar(
                 [runs[0]["concurrency"] for runs in points],
                 [spread.median for spread in spreads],
                 yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
-                label=label if block_size is None else f"{label}, block {block_size}",
+                label=label,
                 marker="o",
                 capsize=3,
             )

@@ -1,11 +1,13 @@
 """scripts/bench_sweep.py: datasets, which engines take turns, what is aggregated, and what a resumed sweep skips."""
 
 import json
+from pathlib import Path
 
 import bench_sweep
 import pytest
+from bench import groups
 from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
-from bench.pairs import TINY_PAIR, Pair, find_pair
+from bench.pairs import TINY_PAIR, Pair, checkpoint, find_pair
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, draw, markdown, table
 from transformers import AutoTokenizer
@@ -126,12 +128,26 @@ def test_small_engines_live_beside_large_ones():
     assert [len(group) for group in groups] == [11, 3, 2, 2]
 
 
-def test_no_speculation_is_measured_once_for_all_drafters_and_blocks():
-    groups = plan("--pairs", "qwen3-8b", "qwen3-8b-swa", "--tp", "1", "2", "--block-sizes", "16", "8")
+def test_no_speculation_is_measured_once_for_all_drafters_blocks_and_windows():
+    pairs = ("--pairs", "qwen3-8b", "qwen3-8b-swa")
+
+    groups = plan(*pairs, "--tp", "1", "2", "--block-sizes", "16", "8", "--draft-windows", "none", "4096")
 
     engines = [engine for group in groups for engine in group]
-    assert sum("none" in engine for engine in engines) == 2
-    assert sum("ours" in engine for engine in engines) == sum("in-tree" in engine for engine in engines) == 8
+    assert sum(" none," in engine for engine in engines) == 2
+    assert sum(" ours," in engine for engine in engines) == sum(" in-tree," in engine for engine in engines) == 16
+    assert sum("window 4096" in engine for engine in engines) == 16
+
+
+def test_shapes_have_positions_for_the_longest_prompt(tmp_path):
+    flags = ("--pairs", "small", "--device", "cuda", "--no-chart", "--measure", "decode", "--new-tokens", "384")
+    args = bench_sweep.parse([*flags, "--prompt-tokens", "512", "131000"])
+    positions = bench_sweep.plan(args)[0][0].workload.positions
+
+    config = json.loads((Path(checkpoint("small", tmp_path, positions)) / "config.json").read_text())
+
+    assert config["max_position_embeddings"] >= 131000 + 64 + 384 + 16
+    assert checkpoint("small", tmp_path) != checkpoint("small", tmp_path, positions)
 
 
 def test_pairs():
@@ -199,6 +215,7 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
         "backend": "fa3",
         "tp": 1,
         "block_size": None,
+        "draft_window": None,
         "prompts": "512 tokens",
         "concurrency": 8,
     }
@@ -207,7 +224,7 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
 
 def last_cells(results: Results) -> list[list[str]]:
     """Mode, tokens/s and both speed-ups of every row."""
-    return [[cell.strip() for cell in row.split("|")[7:-1]] for row in table(results)[2:]]
+    return [[cell.strip() for cell in row.split("|")[8:-1]] for row in table(results)[2:]]
 
 
 def test_speedups_are_taken_turn_by_turn(tmp_path):
@@ -239,6 +256,7 @@ class FakeEngines:
     def __init__(self, monkeypatch) -> None:
         self.log: list[str] = []
         self.fail_at: int | None = None
+        self.broken: str | None = None
         engines = self
 
         class Process:
@@ -247,18 +265,22 @@ class FakeEngines:
                 engines.log.append(f"start {configuration.mode}")
 
             def wait_until_ready(self) -> None:
-                pass
+                if self.configuration.mode == engines.broken:
+                    raise RuntimeError(f"{engines.broken} does not start")
 
-            def measure(self, prompts: int, concurrency: int, is_warm_up: bool = False) -> dict:
+            def warm_up(self, prompts: int, concurrency: int) -> None:
                 engines.log.append(f"{self.configuration.mode} {concurrency}")
+
+            def measure(self, prompts: int, concurrency: int) -> dict:
+                self.warm_up(prompts, concurrency)
                 if len(engines.log) == engines.fail_at:
                     raise KeyboardInterrupt
-                return {} if is_warm_up else {"tokens_per_s": float(concurrency)}
+                return {"tokens_per_s": float(concurrency)}
 
             def stop(self) -> None:
                 pass
 
-        monkeypatch.setattr(bench_sweep, "EngineProcess", Process)
+        monkeypatch.setattr(groups, "EngineProcess", Process)
 
 
 @pytest.fixture
@@ -301,6 +323,17 @@ def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
     assert engines.log == []
 
 
+def test_an_engine_that_does_not_start_is_left_for_later(tmp_path, engines):
+    path = tmp_path / "r.json"
+    engines.broken = "ours"
+    with pytest.raises(RuntimeError, match="ours does not start"):
+        sweep(path, "--concurrency", "1")
+
+    assert [run["mode"] for run in Results(path, SETUP).runs] == ["none", "none"]
+    engines.broken = None
+    assert len(sweep(path, "--concurrency", "1").runs) == 4
+
+
 def test_another_setup_is_refused(tmp_path, engines):
     path = tmp_path / "r.json"
     sweep(path, "--concurrency", "1")
@@ -308,6 +341,14 @@ def test_another_setup_is_refused(tmp_path, engines):
     with pytest.raises(ValueError, match="measured with another hardware;"):
         Results(path, SETUP | {"hardware": "another machine"})
     assert len(Results.load(path).runs) == 4
+
+
+def test_rows_are_in_the_order_of_prompt_lengths(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    for tokens in (131000, 512, 8192):
+        results.add_round(runs_of("none", [10.0], prompts=f"{tokens} tokens"), "command")
+
+    assert [row.split("|")[6].strip() for row in table(results)[2:]] == ["512 tokens", "8192 tokens", "131000 tokens"]
 
 
 def test_report(tmp_path):

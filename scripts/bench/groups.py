@@ -1,0 +1,76 @@
+"""Engines that live on one machine at the same time: which of them fit, and their start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.engine import Configuration, EngineProcess, Workload
+from bench.pairs import checkpoint
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that takes part; `share` is the part of the GPU, or of a machine without one, that it takes."""
+
+    configuration: Configuration
+    workload: Workload
+    is_dummy: bool
+    share: float
+
+
+def pack(units: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Every unit into the first group that has room for it; one that never fits falls apart."""
+    groups: list[list[Candidate]] = []
+    for unit in units:
+        for part in [unit] if fits(unit) else [[candidate] for candidate in unit]:
+            group = next((group for group in groups if fits(group + part)), None)
+            if group is None:
+                groups.append(part)
+            else:
+                group += part
+    return groups
+
+
+def fits(candidates: list[Candidate]) -> bool:
+    return sum(candidate.share for candidate in candidates) < 1.001
+
+
+@contextmanager
+def running(candidates: list[Candidate], device: str, models: Path) -> Iterator[list[tuple[Candidate, EngineProcess]]]:
+    """The engines of one group, which start together; `models` is the folder for dummy weights.
+
+    Raises:
+        RuntimeError: some did not start. It comes at the end, after those that did were of use.
+    """
+    engines: list[tuple[Candidate, EngineProcess]] = []
+    failures: list[str] = []
+    try:
+        for candidate in candidates:
+            engines.append((candidate, _start(candidate, device, models)))
+        ready = [(candidate, engine) for candidate, engine in engines if _is_ready(engine, failures)]
+        yield ready
+    finally:
+        for _, engine in engines:
+            engine.stop()
+    if failures:
+        raise RuntimeError("\n\n".join(failures))
+
+
+def _is_ready(engine: EngineProcess, failures: list[str]) -> bool:
+    try:
+        engine.wait_until_ready()
+    except RuntimeError as error:
+        failures.append(str(error))
+        return False
+    return True
+
+
+def _start(candidate: Candidate, device: str, models: Path) -> EngineProcess:
+    configuration = candidate.configuration
+    names = [name for name in (configuration.target, configuration.drafter) if name]
+    positions = candidate.workload.positions if candidate.is_dummy else 0
+    paths = {name: checkpoint(name, models, positions) for name in names}
+    return EngineProcess(configuration, candidate.workload, paths, device, candidate.is_dummy)

@@ -1,0 +1,283 @@
+"""Each Triton kernel of this package alone: microseconds per launch, and what its bytes would take at full bandwidth.
+
+    python3 scripts/bench_kernels.py --out scripts/results/kernels_h100
+
+Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Launches are replayed from a CUDA graph, and
+take turns over up to 64 inputs: more than the L2 cache holds, where there is anything to move. Before it is timed, a
+kernel is compared with its torch twin in `sglang_dflash.reference`. Without a GPU, Triton's interpreter shows that the
+script works; its times mean nothing:
+
+    TRITON_INTERPRET=1 python3 scripts/bench_kernels.py --batch 1 3 --vocab 2000 --window 64 --context 500 \\
+        --out work/kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+from bench.machine import hardware, versions
+from triton.testing import do_bench_cudagraph
+
+from sglang_dflash.reference.prepare_block import Block
+from sglang_dflash.reference.split_kv import KVSplit
+from sglang_dflash.reference.write_context_kv import KVBuffers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+BLOCK_SIZE = 16
+LAYERS, KV_HEADS, HEAD_DIM = 5, 8, 128
+# What FlashInfer splits for 4 query heads per KV head on an H100.
+ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
+# Committed rows of a block: 6 and 7 in turn.
+ACCEPT_LENGTH = 6.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch.
+
+    Attributes:
+        arguments: of the kernel and of its torch twin; outputs are among them, or returned.
+        num_bytes: that must be read or written, each once.
+    """
+
+    arguments: tuple
+    num_bytes: float
+
+
+# --- what is launched -----------------------------------------------------------------------------------------------
+
+
+def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=dtype, device=DEVICE)
+
+
+def prepare_block(bs: int, args: argparse.Namespace) -> Case:
+    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    block = Block.empty(bs, BLOCK_SIZE, DEVICE)
+    arguments = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1, block)
+    return Case(arguments, bs * (5 * 8 + BLOCK_SIZE * (4 + 3 * 8)))
+
+
+def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
+    target_tokens = integers(args.vocab, bs, BLOCK_SIZE)
+    # A correct draft is the target's token of the row before.
+    block_tokens = target_tokens.roll(1, dims=1)
+    wrong = torch.arange(BLOCK_SIZE, device=DEVICE) >= accept_lens(bs)[:, None]
+    block_tokens = torch.where(wrong, -1, block_tokens)
+    return Case((block_tokens, target_tokens, seq_lens(bs, args)), bs * 8 * (3 * BLOCK_SIZE + 4))
+
+
+def apply_penalties(bs: int, args: argparse.Namespace) -> Case:
+    logits = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE)
+    counts = integers(2, bs, args.vocab, dtype=torch.int32)
+    penalties = (0.5 + torch.rand(bs, device=DEVICE) for _ in range(3))
+    arguments = (logits, integers(args.vocab, bs, BLOCK_SIZE), counts, rows(bs), *penalties)
+    return Case(arguments, 2 * logits.nbytes + counts.nbytes)
+
+
+def gather_window(bs: int, args: argparse.Namespace) -> Case:
+    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    out = torch.zeros(bs, args.window + BLOCK_SIZE, dtype=torch.int32, device=DEVICE)
+    arguments = (slots, rows(bs), seq_lens(bs, args), args.window, 1, BLOCK_SIZE, out)
+    return Case(arguments, 2 * out.nbytes + bs * 3 * 8)
+
+
+def index_kv(bs: int, args: argparse.Namespace) -> Case:
+    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    lens = seq_lens(bs, args)
+    kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
+    kv_indices = torch.zeros(slots.numel(), dtype=torch.int32, device=DEVICE)
+    arguments = (slots, rows(bs), lens, None, BLOCK_SIZE, None, kv_indptr, kv_indices)
+    return Case(arguments, 2 * 4 * (int(lens.sum()) + bs * BLOCK_SIZE) + bs * (2 * 8 + 4))
+
+
+def split_kv(bs: int, args: argparse.Namespace) -> Case:
+    lens, tiles = seq_lens(bs, args), BLOCK_SIZE * ROWS_PER_TOKEN // ROWS_PER_TILE
+    sizes = (MAX_ENTRIES + bs * tiles,) * 4 + (bs + 1, bs * BLOCK_SIZE + 1, 1)
+    dtypes = [torch.int32] * 3 + [torch.bool] + [torch.int32] * 3
+    split = KVSplit(*(torch.zeros(n, dtype=dtype, device=DEVICE) for n, dtype in zip(sizes, dtypes, strict=True)))
+    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, split)
+    return Case(arguments, lens.nbytes + sum(tensor.nbytes for tensor in vars(split).values()))
+
+
+def write_context_kv(bs: int, args: argparse.Namespace) -> Case:
+    num_tokens = bs * BLOCK_SIZE
+    kv = torch.randn(num_tokens, LAYERS, 2, KV_HEADS, HEAD_DIM, device=DEVICE).bfloat16()
+    pool = torch.zeros(2, LAYERS, 2 * num_tokens, KV_HEADS, HEAD_DIM, dtype=kv.dtype, device=DEVICE)
+    pointers = [torch.tensor([t.data_ptr() for t in side], dtype=torch.uint64, device=DEVICE) for side in pool]
+    lens = accept_lens(bs)
+    arguments = (
+        kv,
+        torch.rand(LAYERS, HEAD_DIM, device=DEVICE).bfloat16(),
+        1e-6,
+        torch.rand(args.context + BLOCK_SIZE, HEAD_DIM, device=DEVICE),
+        integers(args.context, num_tokens),
+        torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens],
+        lens,
+        KVBuffers(list(pool[0]), list(pool[1]), *pointers),
+    )
+    committed = int(lens.sum())
+    return Case(arguments, committed * (2 * kv[0].nbytes + 4 * HEAD_DIM + 2 * 8) + bs * 8)
+
+
+def seq_lens(bs: int, args: argparse.Namespace) -> torch.Tensor:
+    return torch.randint(args.context // 2, args.context, (bs,), device=DEVICE)
+
+
+def rows(bs: int) -> torch.Tensor:
+    return torch.randperm(bs, device=DEVICE)
+
+
+def accept_lens(bs: int) -> torch.Tensor:
+    return torch.arange(bs, device=DEVICE) % 2 + math.floor(ACCEPT_LENGTH)
+
+
+# All but `read_clock`, which moves nothing.
+KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
+    prepare_block,
+    accept_prefix,
+    gather_window,
+    index_kv,
+    split_kv,
+    write_context_kv,
+    apply_penalties,
+]
+
+
+@triton.jit
+def _empty_kernel():
+    pass
+
+
+# --- check and time -------------------------------------------------------------------------------------------------
+
+
+def build(make: Callable[[int, argparse.Namespace], Case], bs: int, args: argparse.Namespace, seed: int) -> Case:
+    """The same seed gives the same inputs, in memory of their own."""
+    torch.manual_seed(seed)
+    return make(bs, args)
+
+
+def check(name: str, got: Case, want: Case) -> None:
+    """Raise AssertionError unless kernel and torch twin return and leave behind the same, up to rounding."""
+    returned = [twin(name, package)(*case.arguments) for package, case in (("kernels", got), ("reference", want))]
+    mine, theirs = list(tensors((returned[0], got.arguments))), list(tensors((returned[1], want.arguments)))
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        # Triton's interpreter truncates to bfloat16 where a GPU rounds.
+        bound = {torch.bfloat16: 2**-6, torch.float32: 1e-5}.get(a.dtype, 0.0)
+        assert (a.double() - b.double()).norm() <= bound * b.double().norm(), name
+
+
+def twin(name: str, package: str) -> Callable:
+    return getattr(importlib.import_module(f"sglang_dflash.{package}.{name}"), name)
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in arguments or results, but for addresses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, KVBuffers):
+        yield from (*value.k, *value.v)
+    elif is_dataclass(value):
+        yield from tensors(tuple(vars(value).values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """Per launch: the median over replays of a graph of launches."""
+    if DEVICE == "cuda":
+        return do_bench_cudagraph(launch, return_mode="median") * 1e3
+    start = time.perf_counter()
+    launch()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(make: Callable[[int, argparse.Namespace], Case], bs: int, args: argparse.Namespace) -> dict:
+    name = make.__name__
+    first = build(make, bs, args, seed=0)
+    check(name, build(make, bs, args, seed=0), build(make, bs, args, seed=0))
+    cache = torch.cuda.get_device_properties(0).L2_cache_size if DEVICE == "cuda" else 0
+    others = min(63, math.ceil(2 * cache / first.num_bytes))
+    cases = itertools.cycle([first, *(build(make, bs, args, seed) for seed in range(1, others + 1))])
+    kernel = twin(name, "kernels")
+    us = microseconds(lambda: kernel(*next(cases).arguments))
+    floor = first.num_bytes / args.bandwidth / 1e6
+    return {"kernel": name, "batch": bs, "us": us, "bytes": first.num_bytes, "floor_us": floor, "ratio": us / floor}
+
+
+def report(setup: dict, measured: list[dict], title: str) -> str:
+    lines = [
+        f"# {title}",
+        "",
+        f"{setup['hardware']}; {setup['versions']}.",
+        "",
+        f"    {setup['command']}",
+        "",
+        f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} rows of a "
+        f"block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
+        f"tokens, window {setup['window']}. Medians over replays of a CUDA graph of launches; an empty kernel takes "
+        f"{setup['empty_us']:.2f} us in one. Bytes are what must be read or written, once each; the floor is what they "
+        f"take at {setup['bandwidth']} TB/s. Every kernel was compared with its torch twin first.",
+        "",
+        "| kernel | batch | us | kB | floor, us | us / floor |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['kernel']} | {row['batch']} | {row['us']:.2f} | {row['bytes'] / 1e3:.1f} | {row['floor_us']:.3f} | "
+        f"{row['ratio']:.1f} |"
+        for row in measured
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--context", type=int, default=16384, help="tokens of the longest request")
+    parser.add_argument("--window", type=int, default=4096, help="of a windowed drafter; at most half of --context")
+    parser.add_argument("--bandwidth", type=float, default=3.35, help="of the memory, TB/s; default: H100 SXM")
+    parser.add_argument("--out", type=Path, default=Path("work/kernels"), help="without suffix")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    setup = {
+        "hardware": hardware(DEVICE),
+        "versions": versions(),
+        "command": f"{date.today()}: python3 scripts/bench_kernels.py {shlex.join(sys.argv[1:])}",
+        "vocab": args.vocab,
+        "context": args.context,
+        "window": args.window,
+        "bandwidth": args.bandwidth,
+        "empty_us": microseconds(lambda: _empty_kernel[(1,)]()),
+    }
+    measured = [measure(make, bs, args) for make in KERNELS for bs in args.batch]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}, indent=1) + "\n")
+    text = report(setup, measured, args.out.name.replace("_", " "))
+    Path(f"{args.out}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The tiny pair on several GPUs in bf16: lossless up to ties, and no rank waits for another for ever.
+
+With four ranks there are more of them than KV heads in target and drafter, two each.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from serving import REQUEST_SECONDS, Pair, ServerKeeper, Settings
+from ties import count_identical
+from transformers import AutoTokenizer
+
+from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+
+# Tokens per cycle of one rank (scripts/results/tiny_pair.md).
+ACCEPT_LENGTH = 4.33
+# As in test_tiny_pair.py.
+TIE = 0.25
+
+FLAGS = (
+    ("device", "cuda"),
+    ("dtype", "bfloat16"),
+    ("attention-backend", "fa3"),
+    ("disable-prefill-cuda-graph", True),
+)
+# NVLink multicast can take down the GPUs of a host that others share.
+ENV = (("SGLANG_USE_CPU_ENGINE", "0"), ("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"))
+
+KINDS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.8, "regex": "[a-z ]{20,40}", "ignore_eos": False},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "frequency_penalty": 0.7, "return_logprob": True},
+    {"n": 2, "temperature": 0.7},
+    {"ignore_eos": False, "stop": ["\n\n"]},
+    {"abort": True},
+    {"disconnect": True},
+]
+NUM_REQUESTS = 500
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"tp{ranks}")
+def servers(request, tmp_path_factory):
+    """With DFLASH and without, on the same GPUs."""
+    ranks = request.param
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    keeper = ServerKeeper(tmp_path_factory.mktemp(f"tp{ranks}"))
+    yield keeper.pair(Settings(f"tp{ranks}", flags=(("tp-size", ranks), *FLAGS), env=ENV))
+    keeper.stop()
+
+
+@pytest.fixture
+def pair(servers):
+    """After the test no request may run on, and no KV slot be in use."""
+    yield servers
+    servers.ask(lambda server: server.flush_cache())
+    servers.ask(lambda server: server.wait_until_empty())
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
+
+
+@pytest.mark.gpu
+def test_lossless_and_acceptance(pair: Pair, prompts):
+    requests = [{"input_ids": prompt, "max_new_tokens": 128, "ignore_eos": True} for prompt in prompts]
+    with_best = [request | {"return_logprob": True, "top_logprobs_num": 2} for request in requests]
+
+    dflash, plain = pair.ask(lambda server: server.generate_concurrently(requests if server.dflash else with_best))
+
+    for answer in plain:
+        answer["top2"] = [[entry[0] for entry in best] for best in answer["meta_info"]["output_top_logprobs"]]
+    identical = count_identical(plain, dflash, TIE)
+    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in dflash)
+    accept_length = sum(len(answer["output_ids"]) - 1 for answer in dflash) / cycles
+    ranks = pair.dflash.get("/server_info")["tp_size"]
+    print(f"\ntp {ranks}: {identical} of {len(dflash)} identical, {accept_length:.3f} tokens per cycle")
+    assert accept_length == pytest.approx(ACCEPT_LENGTH, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_500_mixed_requests(pair: Pair, prompts):
+    """Ranks that disagreed about a token would disagree about the next length, and wait for each other for ever."""
+
+    def ask(index: int) -> list[dict]:
+        kind = KINDS[index % len(KINDS)]
+        prompt = prompts[index % len(prompts)][: 1 + index // 4]
+        options = {"max_new_tokens": 1 + 7 * index % 90, "ignore_eos": True} | kind
+        if "abort" in kind or "disconnect" in kind:
+            return leave(pair, prompt, index, "abort" in kind)
+        answers = pair.dflash.generate(prompt, **options)
+        return answers if isinstance(answers, list) else [answers]
+
+    with ThreadPoolExecutor(64) as threads:
+        answers = list(threads.map(ask, range(NUM_REQUESTS), timeout=REQUEST_SECONDS))
+
+    for index, of_request in enumerate(answers):
+        kind = KINDS[index % len(KINDS)]
+        if "disconnect" in kind:
+            continue
+        assert len(of_request) == kind.get("n", 1)
+        for answer in of_request:
+            reason = answer["meta_info"]["finish_reason"]["type"]
+            assert (reason == "abort") == ("abort" in kind)
+            if kind.get("ignore_eos", "abort" not in kind):
+                assert len(answer["output_ids"]) == 1 + 7 * index % 90
+            if "regex" in kind:
+                assert re.fullmatch("[a-z ]{0,40}", answer["text"])
+
+
+def leave(pair: Pair, prompt: list[int], index: int, abort: bool) -> list[dict]:
+    """A long answer of which its client wants the beginning only; the last chunk that came."""
+    stream = pair.dflash.stream(prompt, max_new_tokens=1700, ignore_eos=True, rid=f"request-{index}")
+    chunks = []
+    for chunk in stream:
+        chunks.append(chunk)
+        if len(chunks) == 4:
+            if not abort:
+                stream.close()
+                break
+            pair.dflash.post("/abort_request", {"rid": f"request-{index}"})
+    return chunks[-1:]

@@ -1,0 +1,21 @@
+"""scripts/bench_kernels.py launches the kernels as they are."""
+
+import bench_kernels
+import pytest
+
+SIZES = ("--vocab", "300", "--window", "16", "--context", "60")
+
+
+@pytest.mark.parametrize("make", bench_kernels.KERNELS, ids=lambda make: make.__name__)
+def test_check(make):
+    args = bench_kernels.parse(SIZES)
+
+    bench_kernels.check(make.__name__, *(bench_kernels.build(make, 2, args, seed=0) for _ in range(2)))
+
+
+@pytest.mark.parametrize("make", bench_kernels.KERNELS, ids=lambda make: make.__name__)
+def test_inputs_that_differ_are_noticed(make):
+    args = bench_kernels.parse(SIZES)
+
+    with pytest.raises(AssertionError, match=make.__name__):
+        bench_kernels.check(make.__name__, *(bench_kernels.build(make, 2, args, seed) for seed in range(2)))

@@ -1,0 +1,24 @@
+"""Greedy answers in bf16: the text with DFLASH is the text without, up to a tie of the target's two best tokens."""
+
+from __future__ import annotations
+
+
+def count_identical(plain: list[dict], dflash: list[dict], tie: float) -> int:
+    """Answers that are equal; every other one must part where the best token leads by no more than `tie`.
+
+    Args:
+        plain: answers without speculation: `output_ids`, and `top2`, the log probabilities of the two best tokens at
+            every position.
+        dflash: answers with DFLASH to the same requests: `output_ids`.
+    """
+    identical = 0
+    for want, got in zip(plain, dflash):
+        assert len(got["output_ids"]) == len(want["output_ids"])
+        pairs = zip(got["output_ids"], want["output_ids"])
+        differs = next((i for i, (mine, expected) in enumerate(pairs) if mine != expected), None)
+        if differs is None:
+            identical += 1
+            continue
+        best, second = want["top2"][differs]
+        assert best - second <= tie, f"differs at {differs}, where the best token leads by {best - second}"
+    return identical
