@@ -95,7 +95,8 @@ class DecodeCycle:
 
     def accept_argmax(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> Acceptance:
         """Accept what the target's argmax agrees with."""
-        return self.accept(batch, output.next_token_logits.argmax(dim=-1).view(-1, self.block_size))
+        _, tokens = ops.row_max(output.next_token_logits)
+        return self.accept(batch, tokens.view(-1, self.block_size))
 
     def accept(self, batch: ForwardBatch, target_tokens: torch.Tensor) -> Acceptance:
         """Accept a prefix of the block.

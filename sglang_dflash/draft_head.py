@@ -6,6 +6,7 @@ import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from sglang_dflash import ops
 from sglang_dflash.model import DFlashDraftModel
 
 # Integers of a float's width: its bits, read as one, order like the float where it is not negative.
@@ -86,9 +87,9 @@ class DraftHead:
         """
         if self._is_whole:
             first_column, columns, _ = self._parts[0]
-            return logits[:, first_column : first_column + columns].argmax(dim=-1)
+            return ops.row_max(logits[:, first_column : first_column + columns])[1]
         keys = [
-            pack(*logits[:, first_column : first_column + columns].max(dim=-1), first_token)
+            pack(*ops.row_max(logits[:, first_column : first_column + columns]), first_token)
             for first_column, columns, first_token in self._parts
         ]
         if not keys:

@@ -20,6 +20,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.block_plan import block_plan
 from sglang_dflash.cycle import DecodeCycle
+from sglang_dflash.fa3_blocks import shared_schedules
 from sglang_dflash.info import DFlashVerifyInput
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.reference.prepare_block import Block
@@ -99,6 +100,12 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
+        with shared_schedules():
+            return self._run(forward, input_ids, positions, batch, **kwargs)
+
+    def _run(
+        self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
+    ) -> LogitsProcessorOutput:
         cycle, clock = self._cycle, self._clock
         clock.mark(BEGUN)
         block = cycle.draft(batch, self._draft_plan.record)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.utils.common import is_flashinfer_available
+from sglang.srt.utils.common import is_cuda, is_flashinfer_available
 
 from sglang_dflash import arguments, formats, hidden_states, hooks, memory, requests, sampling, verify_logits, weights
 from sglang_dflash.config import ARCHITECTURE
+from sglang_dflash.fa3_blocks import FA3_HOOKS
 from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.hooks import Hook
 from sglang_dflash.plugin import CREATE_WORKER
@@ -160,5 +161,7 @@ HOOKS = [
 
 def register() -> None:
     hooks.register(HOOKS)
+    if is_cuda():
+        hooks.register(FA3_HOOKS)
     if is_flashinfer_available():
         hooks.register(FLASHINFER_HOOKS)

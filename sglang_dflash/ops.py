@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.index_kv import index_kv
     from sglang_dflash.kernels.prepare_block import prepare_block
     from sglang_dflash.kernels.read_clock import read_clock
+    from sglang_dflash.kernels.row_max import row_max
     from sglang_dflash.kernels.split_kv import split_kv
     from sglang_dflash.kernels.write_context_kv import write_context_kv
 else:
@@ -20,6 +21,7 @@ else:
     from sglang_dflash.reference.index_kv import index_kv
     from sglang_dflash.reference.prepare_block import prepare_block
     from sglang_dflash.reference.read_clock import read_clock
+    from sglang_dflash.reference.row_max import row_max
     from sglang_dflash.reference.split_kv import split_kv
     from sglang_dflash.reference.write_context_kv import write_context_kv
 
@@ -30,6 +32,7 @@ __all__ = [
     "index_kv",
     "prepare_block",
     "read_clock",
+    "row_max",
     "split_kv",
     "write_context_kv",
 ]

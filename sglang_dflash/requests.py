@@ -54,8 +54,9 @@ INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_
 # Fields of a request that ask for what DFLASH does not collect.
 REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk")
 
-# SGLang makes every answer's state up front, so that an n of millions would end the server.
-MAX_ANSWERS = 4096
+# SGLang makes every answer's state up front, so that an n of millions would end the server: a request may multiply its
+# prompts by `FREE_N`, and by more up to so many answers.
+MAX_ANSWERS, FREE_N = 4096, 16
 
 _TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name in BY_SGLANG + BY_SAMPLER}
 # SGLang keeps these in tensors of 32 and 64 bits.
@@ -75,9 +76,11 @@ def generate_request(
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
         prompts = next((p for p in (obj.text, obj.input_ids, obj.input_embeds) if isinstance(p, list)), [])
-        num_answers = max(len(prompts), 1) * max((each.get("n") or 1 for each in params), default=1)
-        if num_answers > MAX_ANSWERS:
-            raise ValueError(f"n: this request asks for {num_answers} answers, and one may ask for {MAX_ANSWERS}.")
+        num_prompts, n = max(len(prompts), 1), max((each.get("n") or 1 for each in params), default=1)
+        if n > max(FREE_N, MAX_ANSWERS // num_prompts):
+            raise ValueError(
+                f"n={n}: this request asks for {num_prompts * n} answers; an n above {FREE_N} is good for {MAX_ANSWERS}."
+            )
     return original(manager, obj, *args, **kwargs)
 
 
