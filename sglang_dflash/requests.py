@@ -78,9 +78,7 @@ def generate_request(
         prompts = next((p for p in (obj.text, obj.input_ids, obj.input_embeds) if isinstance(p, list)), [])
         num_prompts, n = max(len(prompts), 1), max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
-            raise ValueError(
-                f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}."
-            )
+            raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
     return original(manager, obj, *args, **kwargs)
 
 

@@ -9,14 +9,16 @@ import json
 import sys
 from pathlib import Path
 
-import sglang
-
 # Tokens of the target's vocabulary of 16.
 PROMPTS = [[2 + (start + 7 * i + i * i // 5) % 14 for i in range(length)] for start, length in enumerate([5, 60, 130])]
 SAMPLING = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+LONG_ANSWER = "--- long answer ---"
 
 
 def main(folder: str, backend: str, mode: str, output: str) -> None:
+    # Not in the process of the tests, which take the prompts from here.
+    import sglang
+
     dflash = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(Path(folder) / "drafter")}
     engine = sglang.Engine(
         model_path=str(Path(folder) / "target"),
@@ -28,11 +30,16 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
         disable_prefill_cuda_graph=True,
         skip_tokenizer_init=True,
         skip_server_warmup=True,
-        log_level="warning",
+        # The pool of the sliding layers is a small part of the other's.
+        swa_full_tokens_ratio=0.1,
+        decode_log_interval=5,
         **(dflash if mode == "dflash" else {}),
     )
     options = {} if mode == "dflash" else {"return_logprob": True, "top_logprobs_num": 2}
     answers = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING, **options)
+    # What the scheduler logs from here on is about one long answer.
+    print(LONG_ANSWER, file=sys.stderr, flush=True)
+    engine.generate(input_ids=PROMPTS[1], sampling_params=SAMPLING | {"max_new_tokens": 900})
     described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
     engine.shutdown()
     results = [
