@@ -32,6 +32,7 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
         skip_server_warmup=True,
         # The pool of the sliding layers is a small part of the other's.
         swa_full_tokens_ratio=0.1,
+        log_level="info",
         decode_log_interval=5,
         **(dflash if mode == "dflash" else {}),
     )
