@@ -69,6 +69,10 @@ SHAPES = {
         "sliding_window": 2048,
         "use_sliding_window": True,
     },
+    # So few target layers that a long context shows in the drafter's.
+    "shallow": _QWEN3_8B | {"num_hidden_layers": 6, "max_window_layers": 6},
+    "shallow-dflash": _QWEN3_8B_DFLASH
+    | {"num_target_layers": 6, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 2, 3]}},
     "small": _QWEN3_8B | _SMALL | {"num_hidden_layers": 6},
     "small-dflash": _QWEN3_8B_DFLASH | _SMALL | _WINDOWED,
 }
@@ -96,6 +100,7 @@ PAIRS = {
     "tiny": Pair("tiny", "tiny-dflash", share=(0.33, 0.33)),
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
+    "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
     "small": Pair("small", "small-dflash", is_dummy=True, accept_length=4, share=(0.02, 0.02)),
 }
 
