@@ -80,7 +80,8 @@ def summarize(events: list[dict], cycles: int) -> dict:
         raise ValueError(f"{len(starts)} kernels named {' or '.join(BLOCK_KERNELS)} in a trace of over {cycles} cycles")
     first, last = starts[0], starts[-1]
     work = [event for event in work if first <= event["ts"] < last]
-    outside = [event for event in work if not in_graph(event)]
+    replays = {correlation(event) for event in events if event["name"].startswith("cudaGraphLaunch")}
+    inside = [event for event in work if correlation(event) in replays]
     wall, gaps = last - first, find_gaps(work, last)
     idle = sum(us for _, us in gaps)
     calls = scheduler_calls(
@@ -91,7 +92,7 @@ def summarize(events: list[dict], cycles: int) -> dict:
         return [row | {"count": row["count"] / cycles, "us": row["us"] / cycles} for row in rows]
 
     kernels = per_cycle(total_by_name((event["name"][:110], event["dur"]) for event in work))
-    graphs = collections.Counter(event["name"][:110] for event in work if in_graph(event))
+    graphs = collections.Counter(event["name"][:110] for event in inside)
     for row in kernels:
         row["in_graph"] = graphs[row["name"]] / (row["count"] * cycles)
     host = per_cycle(total_by_name((event["name"], event["dur"]) for event in calls))
@@ -101,8 +102,8 @@ def summarize(events: list[dict], cycles: int) -> dict:
         "busy_us": (wall - idle) / cycles,
         "gap_us": idle / cycles,
         "launches": len(work) / cycles,
-        "launches_outside_graphs": len(outside) / cycles,
-        "us_outside_graphs": sum(event["dur"] for event in outside) / cycles,
+        "launches_outside_graphs": (len(work) - len(inside)) / cycles,
+        "us_outside_graphs": (sum(event["dur"] for event in work) - sum(event["dur"] for event in inside)) / cycles,
         "graph_launches": sum(row["count"] for row in host if row["name"].startswith("cudaGraphLaunch")),
         "host_syncs": sum(row["count"] for row in host if row["name"].startswith(HOST_SYNCS)),
         "host_sync_us": sum(row["us"] for row in host if row["name"].startswith(HOST_SYNCS)),
@@ -114,8 +115,9 @@ def summarize(events: list[dict], cycles: int) -> dict:
     }
 
 
-def in_graph(event: dict) -> bool:
-    return bool(event["args"].get("graph node id"))
+def correlation(event: dict) -> int | None:
+    """What the call that launched some work, a replay for instance, and the work itself have in common."""
+    return event.get("args", {}).get("correlation")
 
 
 def find_gaps(work: list[dict], end: float) -> list[tuple[str, float]]:

@@ -6,12 +6,17 @@ from profile_cycle import report, summarize
 SCHEDULER, COPIER = 1, 2
 
 
+REPLAY, LAUNCH = 7, 8
+
+
 def kernel(name: str, ts: float, dur: float, graph: bool = False, cat: str = "kernel") -> dict:
-    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"graph node id": 7} if graph else {}}
+    launched_by = {"correlation": REPLAY if graph else LAUNCH}
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": launched_by}
 
 
 def call(name: str, ts: float, dur: float, tid: int = SCHEDULER) -> dict:
-    return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur, "tid": tid, "args": {}}
+    correlation = REPLAY if name == "cudaGraphLaunch" else LAUNCH
+    return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur, "tid": tid, "args": {"correlation": correlation}}
 
 
 def cycle(start: float, graph: bool) -> list[dict]:
