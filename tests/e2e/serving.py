@@ -122,6 +122,8 @@ REQUESTS = Settings("requests", flags=_REQUEST_FLAGS, plain_flags=(SYNC,))
 REQUESTS_SYNC = Settings(
     "requests-sync", flags=_REQUEST_FLAGS, dflash_flags=(SYNC, ("enable-metrics", True)), plain_flags=(SYNC,)
 )
+# Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
+LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
 
 
 class ServerError(AssertionError):

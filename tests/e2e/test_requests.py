@@ -1,9 +1,9 @@
 """What a request may ask for beside tokens, and what changes them: the answers are those without speculation."""
 
-import json
 import math
 
 import pytest
+from grammars import GRAMMARS, assert_valid
 from serving import REQUESTS, REQUESTS_SYNC, assert_same_answers
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor,
@@ -13,16 +13,6 @@ from sglang.srt.sampling.custom_logit_processor import (
 pytestmark = pytest.mark.parametrize("settings", [REQUESTS, REQUESTS_SYNC], indirect=True, ids=str)
 
 NEWLINE = 200
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": [1, 20, 300]}},
-    "required": ["name", "size"],
-}
-STRUCTURAL_TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f>"],
-}
 
 ADJUSTED = {
     "frequency_penalty": {"frequency_penalty": 0.7},
@@ -41,12 +31,6 @@ ADJUSTED = {
         "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
         "custom_params": {"token_ids": [NEWLINE, 263]},
     },
-}
-GRAMMARS = {
-    "regex": {"regex": r"(def [a-z]+\(\):\n    return [a-z]+\n)+"},
-    "json_schema": {"json_schema": json.dumps(SCHEMA)},
-    "ebnf": {"ebnf": 'root ::= "x = " expr\nexpr ::= [a-z]+ | expr " + " expr'},
-    "structural_tag": {"structural_tag": json.dumps(STRUCTURAL_TAG), "logit_bias": {"28": 30.0}},
 }
 
 
@@ -70,10 +54,7 @@ def test_grammars(pair, prompts, name):
     # Without speculation, SGLang lets a request that ignores its end write one token past its grammar.
     answers = pair.lossless(generate(prompts[:4], **GRAMMARS[name], ignore_eos=False, max_new_tokens=120))
 
-    if name == "json_schema":
-        objects = [json.loads(a["text"]) for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
-        assert objects
-        assert all(set(answer) == {"name", "size"} for answer in objects)
+    assert_valid(name, answers)
 
 
 def test_everything_in_one_batch(pair, prompts):
