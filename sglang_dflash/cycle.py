@@ -67,8 +67,15 @@ class DecodeCycle:
             self._simulated.draw(self.block_size)
 
     def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """The drafter's view of a batch."""
-        return replace(batch, spec_info=self._spec_info, capture_hidden_mode=CaptureHiddenMode.NULL)
+        """The drafter's view of a batch; its `seq_lens` are still the target's."""
+        kv_lens = self.host_kv_lens(batch.seq_lens_cpu)
+        return replace(
+            batch,
+            spec_info=self._spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            seq_lens_cpu=kv_lens,
+            seq_lens_sum=int(kv_lens.sum()),
+        )
 
     def host_kv_lens(self, kv_lens: torch.Tensor) -> torch.Tensor:
         """Upper bounds of the drafter's KV, [bs] on the CPU, from those of the target's."""

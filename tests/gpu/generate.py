@@ -1,10 +1,10 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
-usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [VARIED_LENGTHS]
+usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [--varied-lengths] [--draft-window TOKENS]
 """
 
+import argparse
 import json
-import sys
 
 import sglang
 from transformers import AutoTokenizer
@@ -14,11 +14,12 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
 NEW_TOKENS = 128
 
 
-def main(backend: str, draft_backend: str, output: str, varied: bool) -> None:
+def main(backend: str, draft_backend: str, output: str, varied: bool, window: int | None) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFTER_DIR),
         "speculative_draft_attention_backend": draft_backend,
+        "speculative_draft_window_size": window,
     }
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
@@ -60,4 +61,10 @@ def main(backend: str, draft_backend: str, output: str, varied: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], varied=len(sys.argv) > 4)
+    parser = argparse.ArgumentParser()
+    for name in ("backend", "draft_backend", "output"):
+        parser.add_argument(name)
+    parser.add_argument("--varied-lengths", action="store_true")
+    parser.add_argument("--draft-window", type=int)
+    args = parser.parse_args()
+    main(args.backend, args.draft_backend, args.output, args.varied_lengths, args.draft_window)

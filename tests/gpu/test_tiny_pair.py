@@ -21,9 +21,9 @@ CPU_ACCEPT_LENGTH = 4.334
 TIE = 0.25
 
 
-def generate(tmp_path: Path, backend: str, draft_backend: str, *, varied=False, env=None) -> dict:
+def generate(tmp_path: Path, backend: str, draft_backend: str, *flags: str, env=None) -> dict:
     output = tmp_path / f"{backend}-{draft_backend}.json"
-    command = [sys.executable, HERE / "generate.py", backend, draft_backend, output, *(["varied"] if varied else [])]
+    command = [sys.executable, HERE / "generate.py", backend, draft_backend, output, *flags]
     run = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(output.read_text())
@@ -45,14 +45,16 @@ def test_lossless_and_acceptance(backend, draft_backend, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_replay_equals_eager(backend, tmp_path):
+def test_replay_equals_eager(backend, window, tmp_path):
     records = tmp_path / "records.jsonl"
     env = {
         "PYTHONPATH": f"{HERE / 'graph_check_plugin'}:{os.environ.get('PYTHONPATH', '')}",
         "GRAPH_CHECK_RECORDS": str(records),
     }
-    generate(tmp_path, backend, backend, varied=True, env=env)
+    flags = [] if window is None else ["--draft-window", str(window)]
+    generate(tmp_path, backend, backend, "--varied-lengths", *flags, env=env)
     seen = defaultdict(list)
     for line in records.read_text().splitlines():
         entry = json.loads(line)
