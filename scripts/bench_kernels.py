@@ -128,7 +128,7 @@ def write_context_kv(bs: int, args: argparse.Namespace) -> Case:
         integers(args.context, num_tokens),
         torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens],
         lens,
-        KVBuffers(list(pool[0]), list(pool[1]), *pointers),
+        KVBuffers(list(pool[0]), list(pool[1]), *pointers, kv.dtype),
     )
     committed = int(lens.sum())
     return Case(arguments, committed * (2 * kv[0].nbytes + 4 * HEAD_DIM + 2 * 8) + bs * 8)

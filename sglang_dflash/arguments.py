@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
 
-TARGET_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 # Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults. SGLang derives the
 # flag from the field, with dashes.
@@ -158,7 +158,7 @@ def check_draft_window(server_args: ServerArgs) -> None:
 
 
 def check_dtypes(server_args: ServerArgs) -> None:
-    """The drafter computes, and keeps its KV, in the model's dtype; the target's KV may be quantised."""
+    """The drafter computes in the model's dtype; the KV of target and drafter may be in fp8."""
     quantization = server_args.speculative_draft_model_quantization
     if quantization is not None and quantization == server_args.quantization:
         # Where the drafter's flag is left out, SGLang has put the target's in its place.
@@ -169,10 +169,10 @@ def check_dtypes(server_args: ServerArgs) -> None:
             f"--speculative-draft-model-quantization {quantization}: DFLASH needs an unquantised drafter; leave it out."
         )
     kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
-    if kv_cache_dtype not in TARGET_KV_DTYPES:
+    if kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(
-            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH verifies with a target KV cache in one of "
-            f"{', '.join(TARGET_KV_DTYPES)}."
+            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH keeps the KV of target and drafter in one of "
+            f"{', '.join(KV_DTYPES)}."
         )
 
 
@@ -205,6 +205,13 @@ def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -
         raise ConfigError(
             f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {server_args.device.split(':')[0]}; "
             "choose one with --speculative-draft-attention-backend."
+        )
+    if backend == "fa3" and resolved_view(server_args).kv_cache_dtype == "fp8_e5m2":
+        # SGLang moves a target to another backend, and leaves the drafter's where the flag puts it.
+        able = " or ".join(choice for choice in choices if choice != "fa3")
+        raise ConfigError(
+            "--kv-cache-dtype fp8_e5m2: FA3 reads no fp8 KV but fp8_e4m3, and the drafter's has the same dtype; set "
+            f"--speculative-draft-attention-backend {able}."
         )
     return backend
 

@@ -35,13 +35,12 @@ class ContextWriter:
                     f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter."
                 )
         first = attentions[0]
-        assert pool.dtype == first.qkv_proj.weight.dtype
         self._model = model
         self._attentions = attentions
         self._rotary = first.rotary_emb
         self._eps = first.k_norm.variance_epsilon
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
-        self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs)
+        self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs, pool.dtype)
         # One GEMM for all layers, in memory that stays: CUDA graphs hold its address.
         self._weight = torch.cat(self._kv_parts("weight"))
         self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_parts("bias"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 
+import torch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_context, get_schedule
 from sglang.srt.server_args import ServerArgs
 
@@ -16,7 +18,7 @@ def build_draft_worker(
 ) -> TpModelWorker:
     """A worker for the drafter checkpoint, on its own attention backend, with the target's context length and dtype.
 
-    Its KV pool has that dtype too, whatever `--kv-cache-dtype` makes of the target's.
+    Its KV pool has the dtype that :func:`draft_kv_dtype` says.
     """
     backend = server_args.speculative_draft_attention_backend
     draft_args = deepcopy(server_args)
@@ -29,7 +31,8 @@ def build_draft_worker(
         # A checkpoint may name another dtype, or none.
         dtype=str(target_worker.model_runner.dtype).removeprefix("torch."),
         context_length=target_worker.model_runner.model_config.context_len,
-        kv_cache_dtype="auto",
+        # Of the target's layers: the drafter's scales are 1.
+        quantization_param_path=None,
         load_format=server_args.speculative_draft_load_format or server_args.load_format,
         # The target's resolved value lives in the schedule, not in its arguments.
         disable_chunked_prefix_cache=get_schedule().disable_chunked_prefix_cache,
@@ -47,3 +50,17 @@ def build_draft_worker(
     # `BaseSpecWorker` reads graph memory and weights of its drafter under this name.
     worker.draft_runner = worker.model_runner
     return worker
+
+
+def draft_kv_dtype(server_args: ServerArgs, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that SGLang gives the drafter's KV pool: what `--kv-cache-dtype` names; the model's with "auto"."""
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=server_args.kv_cache_dtype,
+        # A quantised checkpoint may name a KV dtype; the drafter is not quantised.
+        model=None,
+        model_dtype=model_dtype,
+        is_draft_worker=True,
+        is_dflash=True,
+        speculative_draft_attention_backend=server_args.speculative_draft_attention_backend,
+    )
+    return dtype

@@ -45,7 +45,7 @@ def attend(
     **options,
 ) -> torch.Tensor:
     """AROUND `FlashAttentionBackend.forward_extend`: q [T, heads * head_dim], k and v [T, KV heads, head_dim]."""
-    if _schedules is None or not _is_plain(backend, layer, forward_batch, options):
+    if _schedules is None or not _is_plain(backend, q, layer, forward_batch, options):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
     metadata, pool, page_size = backend.forward_metadata, backend.token_to_kv_pool, backend.page_size
     if save_kv_cache and k is not None:
@@ -105,13 +105,15 @@ def _is_sliding(layer: RadixAttention) -> bool:
     return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
 
-def _is_plain(backend, layer: RadixAttention, forward_batch: ForwardBatch, options: dict) -> bool:
+def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch, options: dict) -> bool:
     """Whether this is attention of blocks over KV in the model's dtype, with nothing that `attend` does not know."""
     return (
         forward_batch.forward_mode.is_target_verify()
         and all(option is None for option in options.values())
         and backend.fa_impl_ver == 3
-        and backend.kv_cache_dtype_str == "auto"
+        and backend.kv_cache_dtype == q.dtype
+        # SGLang hands scales to FA3 wherever the KV's dtype was named, be it the model's.
+        and (backend.kv_cache_dtype_str == "auto" or layer.k_scale is None)
         and not backend.use_mla
         and not backend.has_local_attention
         and not backend.fa_skip_kv_cache

@@ -41,7 +41,7 @@ class Inspection:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers, keys and values, in `dtype`."""
+        """Of all layers, keys and values, in `dtype`; `--kv-cache-dtype` can make it another."""
         return self.drafter.kv_bytes_per_token(self.dtype.itemsize)
 
     def to_dict(self) -> dict:
@@ -58,7 +58,8 @@ class Inspection:
         """The text for people."""
         if self.drafter is not None:
             yield from _describe(self.drafter)
-            yield f"KV per token     {self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
+            in_dtype = f"{self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
+            yield f"KV per token     {in_dtype}, {self.drafter.kv_bytes_per_token(itemsize=1)} in fp8"
         yield f"mismatches       {len(self.mismatches) or 'none'}"
         for mismatch in self.mismatches:
             yield f"  {mismatch}"

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.arguments import is_dflash, load_drafter_config
 from sglang_dflash.config import ConfigError
+from sglang_dflash.drafter_runner import draft_kv_dtype
 
 # How SGLang sizes the pools of the targets that DFLASH can serve: a number of bytes per token, `_cell_size`.
 _DEFAULT = (DefaultPoolConfigurator,)
@@ -69,8 +70,8 @@ def count_drafter_kv(result, kvc):
             f"with ({type(result).__name__})."
         )
     drafter = load_drafter_config(kvc.server_args)
-    # The drafter's pool has the model's dtype (`drafter_runner.build_draft_worker`).
-    num_bytes = drafter.kv_bytes_per_token(kvc.model_dtype.itemsize, get_parallel().attn_tp_size)
+    dtype = draft_kv_dtype(kvc.server_args, kvc.model_dtype)
+    num_bytes = drafter.kv_bytes_per_token(dtype.itemsize, get_parallel().attn_tp_size)
     result._cell_size += num_bytes
     if type(result) in _WINDOWED:
         # `SWAChunkCapPoolConfigurator` reads no `_cell_size`; it counts the drafter in full layers of the target.

@@ -15,14 +15,16 @@ class KVBuffers:
     """The drafter's KV pool, layer by layer.
 
     Attributes:
-        k, v: L tensors [slots, H, D].
+        k, v: L tensors [slots, H, D] of `dtype`, or of uint8, as which SGLang stores fp8.
         k_ptrs, v_ptrs: [L] uint64, where those tensors begin.
+        dtype: of the keys and values.
     """
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     k_ptrs: torch.Tensor
     v_ptrs: torch.Tensor
+    dtype: torch.dtype
 
 
 def write_context_kv(
@@ -36,6 +38,9 @@ def write_context_kv(
     buffers: KVBuffers,
 ) -> None:
     """Normalise and rotate the keys of every layer, and write keys and values to their slots.
+
+    Both are rounded to `kv.dtype` and then converted to the pool's, without a scale, as the block path does it
+    (`MHATokenToKVPool.set_kv_buffer`).
 
     Args:
         kv: [T, L, 2, H, D], the layers' k and v projections of the context.
@@ -56,6 +61,7 @@ def write_context_kv(
     # The block path rounds between its norm and its rotation; context keys take the same steps.
     low, high = keys.to(kv.dtype).float().chunk(2, dim=-1)
     keys = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    keys, values = keys.to(kv.dtype).to(buffers.dtype), kv[:, :, 1].to(buffers.dtype)
     for layer, (k_buffer, v_buffer) in enumerate(zip(buffers.k, buffers.v, strict=True)):
-        k_buffer[cache_loc] = keys[:, layer].to(k_buffer.dtype)
-        v_buffer[cache_loc] = kv[:, layer, 1].to(v_buffer.dtype)
+        k_buffer[cache_loc] = keys[:, layer].view(k_buffer.dtype)
+        v_buffer[cache_loc] = values[:, layer].view(v_buffer.dtype)

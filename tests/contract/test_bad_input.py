@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.arguments import UNSUPPORTED, UNSUPPORTED_PREFIXES
+from sglang_dflash.arguments import DRAFT_BACKENDS, UNSUPPORTED, UNSUPPORTED_PREFIXES, draft_attention_backend
 from sglang_dflash.config import ConfigError
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
@@ -354,8 +355,23 @@ def test_unquantised_drafter_of_a_quantised_target(flags):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_kv_dtype_of_the_target(kv_cache_dtype):
+def test_kv_dtype(kv_cache_dtype):
     assert resolve(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype == kv_cache_dtype
+
+
+def test_kv_dtype_that_the_drafters_backend_cannot_read():
+    cuda = SimpleNamespace(
+        device="cuda",
+        attention_backend="flashinfer",
+        decode_attention_backend=None,
+        prefill_attention_backend=None,
+        speculative_draft_attention_backend="fa3",
+        kv_cache_dtype="fp8_e4m3",
+    )
+    assert draft_attention_backend(cuda, DRAFT_BACKENDS["cuda"]) == "fa3"
+    cuda.kv_cache_dtype = "fp8_e5m2"
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e5m2.*backend flashinfer or triton"):
+        draft_attention_backend(cuda, DRAFT_BACKENDS["cuda"])
 
 
 @pytest.mark.parametrize("window", [0, -5])

@@ -1,6 +1,7 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
 usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [--varied-lengths] [--draft-window TOKENS]
+    [--kv-cache-dtype DTYPE]
 """
 
 import argparse
@@ -14,7 +15,7 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
 NEW_TOKENS = 128
 
 
-def main(backend: str, draft_backend: str, output: str, varied: bool, window: int | None) -> None:
+def main(backend: str, draft_backend: str, output: str, varied: bool, window: int | None, kv_cache_dtype: str) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFTER_DIR),
@@ -25,6 +26,7 @@ def main(backend: str, draft_backend: str, output: str, varied: bool, window: in
         model_path=str(TARGET_DIR),
         dtype="bfloat16",
         attention_backend=backend,
+        kv_cache_dtype=kv_cache_dtype,
         max_total_tokens=60_000,
         mem_fraction_static=0.9,
         max_running_requests=64,
@@ -66,5 +68,6 @@ if __name__ == "__main__":
         parser.add_argument(name)
     parser.add_argument("--varied-lengths", action="store_true")
     parser.add_argument("--draft-window", type=int)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     args = parser.parse_args()
-    main(args.backend, args.draft_backend, args.output, args.varied_lengths, args.draft_window)
+    main(args.backend, args.draft_backend, args.output, args.varied_lengths, args.draft_window, args.kv_cache_dtype)

@@ -68,3 +68,14 @@ def test_replay_equals_eager(backend, window, tmp_path):
         # bf16 rounding, where a planner splits the same attention differently; a wrong mask or slot is far outside.
         assert worst < 2e-2
         assert wrong < 1e-2
+
+
+@pytest.mark.gpu
+def test_fp8_kv(tmp_path):
+    """Keys and values of target and drafter in a byte each: the text is another one, and drafts fit it as well."""
+    dflash = generate(tmp_path, "triton", "triton", "--kv-cache-dtype", "fp8_e4m3")
+    assert dflash["worker"]["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}
+    cycles = sum(result["verify_ct"] for result in dflash["results"])
+    tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
+    print(f"\nfp8 KV: {tokens / cycles:.3f} tokens per cycle")
+    assert tokens / cycles > 3

@@ -9,12 +9,13 @@ SLOTS = 200
 
 
 def buffers(layers, heads, head_dim, dtype, device) -> KVBuffers:
-    k, v = (
-        [torch.full((SLOTS, heads, head_dim), float("nan"), dtype=dtype, device=device) for _ in range(layers)]
-        for _ in range(2)
-    )
+    """A pool full of NaN, stored as SGLang stores it."""
+    empty = torch.full((SLOTS, heads, head_dim), float("nan"), device=device).to(dtype)
+    if dtype.itemsize == 1:
+        empty = empty.view(torch.uint8)
+    k, v = ([empty.clone() for _ in range(layers)] for _ in range(2))
     pointers = [torch.tensor([t.data_ptr() for t in side], dtype=torch.uint64, device=device) for side in (k, v)]
-    return KVBuffers(k, v, *pointers)
+    return KVBuffers(k, v, *pointers, dtype)
 
 
 def rope_cache(positions, head_dim, device):
@@ -48,6 +49,56 @@ def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
             assert torch.equal(mine.isnan(), theirs.isnan())
             mine, theirs = mine.double().nan_to_num(), theirs.double().nan_to_num()
             assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e5m2),
+    ],
+)
+def test_pool_of_another_dtype(dtype, pool_dtype, device):
+    tokens, layers, heads, head_dim = 63, 2, 3, 80
+    args = (
+        torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype),
+        torch.rand(layers, head_dim, device=device).to(dtype) + 0.5,
+        1e-6,
+        rope_cache(300, head_dim, device),
+        torch.randint(0, 300, (tokens,), device=device),
+        torch.randperm(SLOTS, device=device)[:tokens],
+        None,
+    )
+    got, want = (buffers(layers, heads, head_dim, pool_dtype, device) for _ in range(2))
+    write_context_kv(*args, got)
+    reference(*args, want)
+    for mine, theirs in zip(got.v, want.v, strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(got.k, want.k, strict=True):
+        mine, theirs = (side.view(pool_dtype).double().nan_to_num() for side in (mine, theirs))
+        # A key that is an ulp off may be rounded to the next number of the pool's dtype, an eighth or a quarter away.
+        assert (mine - theirs).norm() <= 2**-4 * theirs.norm()
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_is_rounded_as_torch_rounds(dtype, pool_dtype, device):
+    """Every bfloat16 number, with the ties, the subnormals, what overflows and NaN; in float32 its neighbours too."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    if dtype == torch.float32:
+        bits = values.float().view(torch.int32)
+        values = torch.cat((bits - 1, bits, bits + 1)).view(torch.float32)
+    values = values.to(device).view(-1, 8, 128)
+    tokens = values.shape[0]
+    kv = torch.stack((torch.zeros_like(values), values), dim=1)[:, None]
+    slots = torch.randperm(SLOTS, device=device)[:tokens]
+    norm, positions = torch.ones(1, 128, device=device).to(dtype), torch.zeros_like(slots)
+    out = buffers(1, 8, 128, pool_dtype, device)
+    write_context_kv(kv, norm, 1e-6, rope_cache(1, 128, device), positions, slots, None, out)
+    got, want = out.v[0][slots].view(pool_dtype).float(), values.to(pool_dtype).float()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert not out.k[0][slots].any()
 
 
 def test_values_are_copied_and_keys_rotate(device):

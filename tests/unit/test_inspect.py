@@ -54,7 +54,7 @@ def test_text(capsys):
         "target layers 0, 1, 2 (their outputs, from 0)",
         "0 sliding 64, causal",
         "2 full, bidirectional",
-        "KV per token 1536 bytes in bfloat16",
+        "KV per token 1536 bytes in bfloat16, 768 in fp8",
         "mismatches none",
     ):
         assert line in lines

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
@@ -100,11 +101,23 @@ def configurator(
     )
 
 
-def allocate(args: ServerArgs, target: Path, kv_dtype: torch.dtype = DTYPE) -> tuple[MemoryPoolConfig, list]:
+def kv_dtype(args: ServerArgs, is_draft_worker: bool) -> torch.dtype:
+    """As a `ModelRunner` settles it."""
+    runner = SimpleNamespace(
+        server_args=args,
+        dtype=DTYPE,
+        is_draft_worker=is_draft_worker,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+    )
+    ModelRunner.configure_kv_cache_dtype(runner)
+    return runner.kv_cache_dtype
+
+
+def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
     """What a server with `BUDGET` bytes for KV allocates: its config, and the pools of target and drafter."""
     with get_context().preserve_config(), get_parallel().override(attn_tp_size=1):
         get_context().set_server_args(args)
-        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype)
+        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(args, is_draft_worker=False))
         config = kvc.config_from_budget(BUDGET)
         config.max_running_requests = 4
         pools = kvc._init_pools(
@@ -116,26 +129,27 @@ def allocate(args: ServerArgs, target: Path, kv_dtype: torch.dtype = DTYPE) -> t
             token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
         )
         drafter = ModelConfig(args.speculative_draft_model_path, dtype="float32", is_draft_model=True)
-        result = configurator(args, drafter, DTYPE, beside).configure(pre_model_load_memory=0)
+        dtype = kv_dtype(args, is_draft_worker=True)
+        result = configurator(args, drafter, dtype, beside).configure(pre_model_load_memory=0)
     return config, [pools.token_to_kv_pool, result.token_to_kv_pool]
 
 
-def check(args: ServerArgs, target: Path, kv_dtype: torch.dtype, drafter_bytes: int) -> None:
-    """The drafter's slots cost what was counted, and both pools fill the budget and no more."""
-    config, (target_pool, drafter_pool) = allocate(args, target, kv_dtype)
+def check(args: ServerArgs, target: Path, drafter_bytes: int, dtype: torch.dtype = DTYPE) -> None:
+    """The drafter's slots, of `dtype`, cost what was counted, and both pools fill the budget and no more."""
+    config, (target_pool, drafter_pool) = allocate(args, target)
     drafter = load_drafter_config(args)
-    assert drafter.kv_bytes_per_token(DTYPE.itemsize) == drafter_bytes
+    assert drafter.kv_bytes_per_token(dtype.itemsize) == drafter_bytes
 
     memory = KVMemory.measure(target_pool, drafter_pool)
 
     assert memory.drafter_bytes_per_token == drafter_bytes
-    assert memory.drafter_dtype == DTYPE
+    assert memory.drafter_dtype == dtype
     assert memory.capacity == drafter_pool.size == config.max_total_num_tokens
     # A page more of every pool, which they keep to themselves, is outside of the budget.
     per_token = memory.target_bytes_per_token + drafter_bytes
     spare = BUDGET - per_token * config.max_total_num_tokens
     assert -per_token * args.page_size < spare < per_token * 2 * args.page_size
-    assert f"{drafter_bytes} bytes of the drafter (torch.float32)" in str(memory)
+    assert f"{drafter_bytes} bytes of the drafter ({dtype})" in str(memory)
     assert f"room for {config.max_total_num_tokens} tokens" in str(memory)
 
 
@@ -151,18 +165,23 @@ GEOMETRIES = [
 @pytest.mark.parametrize(("fields", "drafter_bytes"), GEOMETRIES)
 def test_drafters_of_a_dense_target(tmp_path, fields, drafter_bytes, page_size):
     drafter = drafter_with(tmp_path / "drafter", **fields)
-    check(server_args(TARGET_DIR, drafter, page_size=page_size), TARGET_DIR, DTYPE, drafter_bytes)
+    check(server_args(TARGET_DIR, drafter, page_size=page_size), TARGET_DIR, drafter_bytes)
 
 
-def test_quantised_kv_of_the_target_leaves_the_drafters_alone():
-    args = server_args(TARGET_DIR, DRAFTER_DIR)
-    check(args, TARGET_DIR, torch.float8_e5m2, 3 * 2 * 2 * 64 * 4)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("flag", "dtype"),
+    [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bf16", torch.bfloat16)],
+)
+def test_kv_dtype(flag, dtype, page_size):
+    args = server_args(TARGET_DIR, DRAFTER_DIR, kv_cache_dtype=flag, page_size=page_size)
+    check(args, TARGET_DIR, 3 * 2 * 2 * 64 * dtype.itemsize, dtype)
 
 
 def test_latent_attention(tmp_path):
     """Of the server's arguments only the drafter counts: the target's class cannot run here."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
-    check(server_args(TARGET_DIR, DRAFTER_DIR), tmp_path, DTYPE, 3 * 2 * 2 * 64 * 4)
+    check(server_args(TARGET_DIR, DRAFTER_DIR), tmp_path, 3 * 2 * 2 * 64 * 4)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +193,11 @@ def test_latent_attention(tmp_path):
         {"disable_radix_cache": True, "chunked_prefill_size": 64, "max_running_requests": 1},
     ],
 )
-def test_windowed_target(tmp_path, changes):
+@pytest.mark.parametrize(("flag", "dtype"), [("auto", DTYPE), ("fp8_e4m3", torch.float8_e4m3fn)])
+def test_windowed_target(tmp_path, changes, flag, dtype):
     target, drafter = write_windowed_pair(tmp_path)
-    check(server_args(target, drafter, **changes), target, DTYPE, 2 * 2 * 3 * 128 * 4)
+    args = server_args(target, drafter, kv_cache_dtype=flag, **changes)
+    check(args, target, 2 * 2 * 3 * 128 * dtype.itemsize, dtype)
 
 
 def test_heads_are_spread_over_ranks_or_replicated():
