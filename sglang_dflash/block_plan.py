@@ -32,20 +32,22 @@ class BlockPlan(Protocol):
         """Launch, inside the graph, what computes the layout of `batch`."""
 
     def before_replay(self, batch: ForwardBatch) -> None:
-        """Prepare a replay; `batch` has the buffers of the graph, and `seq_lens_cpu`, [bs], the block included: no KV
-        is longer than that."""
+        """Where it `needs_host_lens`, prepare a replay; `batch` has the buffers of the graph, and `seq_lens_cpu`, [bs],
+        the block included: no KV is longer than that."""
 
 
-class RecordedPlan:
-    """A backend that lays out blocks on the GPU alone: FA3 and Triton."""
-
-    needs_host_lens = False
-
+class _BackendPlan:
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
     def capture(self, batch: ForwardBatch) -> None:
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+class RecordedPlan(_BackendPlan):
+    """A backend that lays out blocks on the GPU alone: FA3 and Triton."""
+
+    needs_host_lens = False
 
     def record(self, batch: ForwardBatch) -> None:
         self._backend.init_forward_metadata_out_graph(batch)
@@ -54,16 +56,10 @@ class RecordedPlan:
         pass
 
 
-class ReplayPlan:
+class ReplayPlan(_BackendPlan):
     """Any other backend, prepared before every replay as SGLang does it."""
 
     needs_host_lens = True
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-
-    def capture(self, batch: ForwardBatch) -> None:
-        self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def record(self, batch: ForwardBatch) -> None:
         pass

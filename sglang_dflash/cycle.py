@@ -68,7 +68,9 @@ class DecodeCycle:
 
     def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
         """The drafter's view of a batch; its `seq_lens` are still the target's."""
-        kv_lens = self.host_kv_lens(batch.seq_lens_cpu)
+        kv_lens = batch.seq_lens_cpu
+        if self._window is not None:
+            kv_lens = self._window.host_kv_lens(kv_lens)
         return replace(
             batch,
             spec_info=self._spec_info,
@@ -76,10 +78,6 @@ class DecodeCycle:
             seq_lens_cpu=kv_lens,
             seq_lens_sum=int(kv_lens.sum()),
         )
-
-    def host_kv_lens(self, kv_lens: torch.Tensor) -> torch.Tensor:
-        """Upper bounds of the drafter's KV, [bs] on the CPU, from those of the target's."""
-        return kv_lens if self._window is None else self._window.host_kv_lens(kv_lens)
 
     def draft(self, batch: ForwardBatch, lay_out: Callable[[ForwardBatch], None]) -> torch.Tensor:
         """Fill in the block: one drafter forward, one argmax per row.

@@ -25,10 +25,9 @@ from sglang_dflash.info import DFlashVerifyInput
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.reference.prepare_block import Block
 
-# The buffers of a graph that the worker fills before a replay; those that DFLASH leaves unused; and M-RoPE's.
-_FILLED = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
-_UNUSED = {"global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
-_OPTIONAL = {"mrope_positions"}
+# A graph's buffers that every target has: those of :class:`Block`, and others that it may leave unused.
+_COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
+_COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,11 @@ class _Captured:
 
     Attributes:
         batch: of the graph's static buffers.
-        drafted: [P, B] int64, pinned: the block, on the CPU before the target has verified it.
-        has_drafted: recorded inside the graph, when `drafted` is complete.
+        has_drafted: recorded inside the graph, when the block is on the CPU, before the target has verified it.
         accepted: by the argmax of the target's untouched logits; the drafter's context has these rows.
     """
 
     batch: ForwardBatch
-    draft_batch: ForwardBatch
-    drafted: torch.Tensor
     has_drafted: torch.cuda.Event
     accepted: Acceptance
 
@@ -56,11 +52,14 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._cycle, self._clock = cycle, clock
         self._target_plan = block_plan(model_runner.attn_backend, cycle.block_size)
         self._draft_plan = block_plan(cycle.draft_backend, cycle.block_size)
+        # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
+        assert not self._draft_plan.needs_host_lens
+        # By batch size P: [P, B] int64, pinned, the drafted block.
         self._drafted: dict[int, torch.Tensor] = {}
         self._captured: dict[int, _Captured] = {}
         super().__init__(model_runner)
         # Others that the model has, such as the token count of expert parallelism.
-        self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _FILLED - _UNUSED - _OPTIONAL)
+        self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
     @classmethod
     def install(cls, target_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
@@ -96,21 +95,15 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture_one_shape(self, size: int, forward: Callable, *args, **kwargs) -> None:
         super().capture_one_shape(size, partial(self._forward, forward), *args, **kwargs)
 
+    @shared_schedules()
     def _forward(
         self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
-        with shared_schedules():
-            return self._run(forward, input_ids, positions, batch, **kwargs)
-
-    def _run(
-        self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
-    ) -> LogitsProcessorOutput:
         cycle, clock = self._cycle, self._clock
         clock.mark(BEGUN)
         block = cycle.draft(batch, self._draft_plan.record)
-        drafted = self._drafted[batch.batch_size]
-        drafted.copy_(block, non_blocking=True)
+        self._drafted[batch.batch_size].copy_(block, non_blocking=True)
         # External: the host waits for it while the rest of the graph runs.
         has_drafted = torch.cuda.Event(external=True)
         has_drafted.record()
@@ -122,7 +115,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         cycle.append(batch, output, accepted)
         clock.mark(APPENDED)
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._captured[batch.batch_size] = _Captured(batch, cycle.draft_batch(batch), drafted, has_drafted, accepted)
+        self._captured[batch.batch_size] = _Captured(batch, has_drafted, accepted)
         return output
 
     # --- replay -----------------------------------------------------------------------------------------------------
@@ -141,7 +134,6 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """Prepare a replay for a batch whose inputs are in the buffers of `block` already."""
         bs = forward_batch.batch_size
         padded_bs = self._pad_to_bucket(bs, self.capture_bs)
-        captured = self._captured[padded_bs]
         num_tokens, padded_num_tokens = (size * self._cycle.block_size for size in (bs, padded_bs))
         self._validate_capture_hidden_mode(forward_batch)
         self.deepep_adapter.replay()
@@ -153,12 +145,12 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
                 raw_num_tokens=num_tokens,
                 padded_num_tokens=padded_num_tokens,
             )
-        if self._target_plan.needs_host_lens or self._draft_plan.needs_host_lens:
+        if self._target_plan.needs_host_lens:
             # Padded requests have one token.
             padding = torch.full((padded_bs - bs,), 1 + self._cycle.block_size)
             kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
-            self._target_plan.before_replay(_with_kv_lens(captured.batch, kv_lens))
-            self._draft_plan.before_replay(_with_kv_lens(captured.draft_batch, self._cycle.host_kv_lens(kv_lens)))
+            batch = self._captured[padded_bs].batch
+            self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
         self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
         self._replay_graph_key = self._make_graph_key(padded_bs)
 
@@ -176,11 +168,5 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def grammar_tree(self) -> GrammarTree:
         """The block of the last replay, which the CPU can read before the target has verified it."""
-        captured = self._captured[self.bs]
-        tree = GrammarTree.from_linear_chain(captured.drafted[: self.raw_bs])
-        return GrammarTree(tree.resolve(), captured.has_drafted)
-
-
-def _with_kv_lens(batch: ForwardBatch, kv_lens: torch.Tensor) -> ForwardBatch:
-    """A batch with upper bounds of its KV's lengths, [bs] on the CPU, the block included."""
-    return replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum()))
+        tree = GrammarTree.from_linear_chain(self._drafted[self.bs][: self.raw_bs])
+        return GrammarTree(tree.resolve(), self._captured[self.bs].has_drafted)
