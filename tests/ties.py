@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def first_difference(want: dict, got: dict) -> int | None:
+    """Where the `output_ids` of two answers part; None: nowhere."""
+    pairs = zip(want["output_ids"], got["output_ids"])
+    return next((i for i, (expected, mine) in enumerate(pairs) if mine != expected), None)
+
+
 def count_identical(plain: list[dict], dflash: list[dict], tie: float) -> int:
     """Answers that are equal; every other one must part where the best token leads by no more than `tie`.
 
@@ -14,8 +20,7 @@ def count_identical(plain: list[dict], dflash: list[dict], tie: float) -> int:
     identical = 0
     for want, got in zip(plain, dflash):
         assert len(got["output_ids"]) == len(want["output_ids"])
-        pairs = zip(got["output_ids"], want["output_ids"])
-        differs = next((i for i, (mine, expected) in enumerate(pairs) if mine != expected), None)
+        differs = first_difference(want, got)
         if differs is None:
             identical += 1
             continue

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_process import run
 from safetensors.torch import load_file, save_file
+from ties import first_difference
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
@@ -65,9 +66,9 @@ def test_lossless_up_to_ties(quantized, tmp_path):
     assert described["worker"] == "DFlashWorker"
     same, widest = 0, 0.0
     for want, got in zip(plain, dflash):
-        differs = [i for i, (a, b) in enumerate(zip(want["output_ids"], got["output_ids"])) if a != b]
-        if differs:
-            best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][differs[0]])
+        differs = first_difference(want, got)
+        if differs is not None:
+            best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][differs])
             widest = max(widest, best - second)
         else:
             assert len(got["output_ids"]) == NEW_TOKENS

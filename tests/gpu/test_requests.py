@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ties import first_difference
 
 HERE = Path(__file__).parent
 
@@ -31,11 +32,6 @@ def answers(tmp_path):
         return list(zip(found["plain"]["results"], found["dflash"]["results"]))
 
     return of
-
-
-def first_difference(want: dict, got: dict) -> int | None:
-    pairs = zip(want["output_ids"], got["output_ids"])
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 @pytest.mark.gpu

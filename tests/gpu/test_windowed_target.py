@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from generate_windowed import LONG_ANSWER, PROMPTS
+from ties import first_difference
 from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
 SCRIPT = Path(__file__).with_name("generate_windowed.py")
@@ -32,11 +33,11 @@ def test_lossless_up_to_ties_in_a_flat_pool(backend, tmp_path):
 
     for got, want in zip(generated["dflash"]["results"], generated["none"]["results"]):
         assert len(got["output_ids"]) == len(want["output_ids"]) == 400
-        differs = [i for i, (a, b) in enumerate(zip(got["output_ids"], want["output_ids"])) if a != b]
-        print(f"\n{backend}: identical up to {differs[0] if differs else 'the end'}")
-        if differs:
-            best, second = want["top2"][differs[0]]
-            assert best - second <= TIE, f"differs at {differs[0]}, where the best token leads by {best - second}"
+        differs = first_difference(want, got)
+        print(f"\n{backend}: identical up to {'the end' if differs is None else differs}")
+        if differs is not None:
+            best, second = want["top2"][differs]
+            assert best - second <= TIE, f"differs at {differs}, where the best token leads by {best - second}"
 
     in_use = [int(tokens) for tokens in re.findall(r"#swa token: (\d+)", logs["dflash"].split(LONG_ANSWER)[1])]
     print(f"\n{backend}: at most {max(in_use)} slots of the sliding layers in use")

@@ -24,13 +24,10 @@ def rope_cache(positions, head_dim, device):
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 17, 63])
-@pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 64), (3, 2, 64), (2, 3, 80), (5, 8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
-    kv = torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype)
-    args = (
-        kv,
+def random_args(tokens, layers, heads, head_dim, dtype, device):
+    """All arguments but the buffers."""
+    return (
+        torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype),
         torch.rand(layers, head_dim, device=device).to(dtype) + 0.5,
         1e-6,
         rope_cache(300, head_dim, device),
@@ -38,6 +35,13 @@ def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
         torch.randperm(SLOTS, device=device)[:tokens],
         None,
     )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17, 63])
+@pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 64), (3, 2, 64), (2, 3, 80), (5, 8, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
+    args = random_args(tokens, layers, heads, head_dim, dtype, device)
     got, want = (buffers(layers, heads, head_dim, dtype, device) for _ in range(2))
     write_context_kv(*args, got)
     reference(*args, want)
@@ -61,15 +65,7 @@ def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
 )
 def test_pool_of_another_dtype(dtype, pool_dtype, device):
     tokens, layers, heads, head_dim = 63, 2, 3, 80
-    args = (
-        torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype),
-        torch.rand(layers, head_dim, device=device).to(dtype) + 0.5,
-        1e-6,
-        rope_cache(300, head_dim, device),
-        torch.randint(0, 300, (tokens,), device=device),
-        torch.randperm(SLOTS, device=device)[:tokens],
-        None,
-    )
+    args = random_args(tokens, layers, heads, head_dim, dtype, device)
     got, want = (buffers(layers, heads, head_dim, pool_dtype, device) for _ in range(2))
     write_context_kv(*args, got)
     reference(*args, want)
