@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -88,20 +89,23 @@ class Settings:
         return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
 
 
-_given_ports: set[int] = set()
+# Below those that Linux gives to connections.
+_ports = deque(range(10000, 32000, 500))
+random.shuffle(_ports)
 
 
 def free_port() -> int:
-    """A port for a server that is about to start, below those that Linux gives to connections; the next is free too."""
-    ports = range(10000, 32000, 1500)
-    for port in random.sample(ports, len(ports)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in _given_ports:
-                _given_ports.add(port)
-                return port
-    _given_ports.clear()
-    return free_port()
+    """A port for a server that is about to start; the next is free too.
+
+    The one given longest ago comes first: servers that have been given one may not listen there yet.
+    """
+    for _ in range(len(_ports)):
+        _ports.rotate()
+        with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
+            server.bind(("127.0.0.1", _ports[0]))
+            distributed.bind(("127.0.0.1", _ports[0] + 1))
+            return _ports[0]
+    raise RuntimeError("no free port")
 
 
 SYNC = ("disable-overlap-schedule", True)
