@@ -38,7 +38,7 @@ from sglang_dflash.reference.write_context_kv import KVBuffers
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 BLOCK_SIZE = 16
-LAYERS, KV_HEADS, HEAD_DIM = 5, 8, 128
+LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
 # What FlashInfer splits for 4 query heads per KV head on an H100.
 ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
 # Committed rows of a block: 6 and 7 in turn.
@@ -134,6 +134,23 @@ def write_context_kv(bs: int, args: argparse.Namespace) -> Case:
     return Case(arguments, committed * (2 * kv[0].nbytes + 4 * HEAD_DIM + 2 * 8) + bs * 8)
 
 
+def qk_norm_rope_set_kv(bs: int, args: argparse.Namespace) -> Case:
+    num_tokens = bs * BLOCK_SIZE
+    qkv = torch.randn(num_tokens, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE).bfloat16()
+    arguments = (
+        qkv,
+        *torch.rand(2, HEAD_DIM, device=DEVICE).bfloat16(),
+        1e-6,
+        torch.rand(args.context + BLOCK_SIZE, HEAD_DIM, device=DEVICE),
+        integers(args.context, num_tokens),
+        torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens],
+        *torch.zeros(2, 2 * num_tokens, KV_HEADS, HEAD_DIM, dtype=qkv.dtype, device=DEVICE),
+    )
+    # Queries and keys are read and written, values read; keys and values are written once more.
+    heads = 2 * Q_HEADS + 5 * KV_HEADS
+    return Case(arguments, num_tokens * (heads * HEAD_DIM * qkv.itemsize + 4 * HEAD_DIM + 2 * 8))
+
+
 def seq_lens(bs: int, args: argparse.Namespace) -> torch.Tensor:
     return torch.randint(args.context // 2, args.context, (bs,), device=DEVICE)
 
@@ -153,6 +170,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     gather_window,
     index_kv,
     split_kv,
+    qk_norm_rope_set_kv,
     write_context_kv,
     apply_penalties,
 ]

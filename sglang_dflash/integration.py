@@ -7,7 +7,18 @@ import logging
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_cuda, is_flashinfer_available
 
-from sglang_dflash import arguments, formats, hidden_states, hooks, memory, requests, sampling, verify_logits, weights
+from sglang_dflash import (
+    arguments,
+    formats,
+    hidden_states,
+    hooks,
+    memory,
+    qwen3_blocks,
+    requests,
+    sampling,
+    verify_logits,
+    weights,
+)
 from sglang_dflash.config import ARCHITECTURE
 from sglang_dflash.fa3_blocks import FA3_HOOKS
 from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
@@ -126,6 +137,13 @@ HOOKS = [
         function=hidden_states.append_last_hidden_states,
         why="SGLang captures either the drafter's features or what return_hidden_states asks for",
         until="LogitsProcessorOutput has a field for each",
+    ),
+    Hook(
+        target="sglang.srt.models.qwen3.Qwen3Attention.forward",
+        kind=HookType.AROUND,
+        function=qwen3_blocks.forward,
+        why="norms, RoPE and KV write of a block's few rows are three launches in every layer",
+        until="Qwen3Attention fuses them on CUDA, as it does on ROCm",
     ),
     Hook(
         target="sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"

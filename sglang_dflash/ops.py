@@ -10,6 +10,7 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.gather_window import gather_window
     from sglang_dflash.kernels.index_kv import index_kv
     from sglang_dflash.kernels.prepare_block import prepare_block
+    from sglang_dflash.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.kernels.read_clock import read_clock
     from sglang_dflash.kernels.row_max import row_max
     from sglang_dflash.kernels.split_kv import split_kv
@@ -20,6 +21,7 @@ else:
     from sglang_dflash.reference.gather_window import gather_window
     from sglang_dflash.reference.index_kv import index_kv
     from sglang_dflash.reference.prepare_block import prepare_block
+    from sglang_dflash.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.reference.read_clock import read_clock
     from sglang_dflash.reference.row_max import row_max
     from sglang_dflash.reference.split_kv import split_kv
@@ -31,6 +33,7 @@ __all__ = [
     "gather_window",
     "index_kv",
     "prepare_block",
+    "qk_norm_rope_set_kv",
     "read_clock",
     "row_max",
     "split_kv",

@@ -30,6 +30,7 @@ def test_one_request(pair, prompts):
 
     assert len(answer["output_ids"]) == 100
     assert answer["meta_info"]["spec_verify_ct"] < 99, "no draft was ever accepted"
+    assert "three launches per layer" not in pair.dflash.log()
 
 
 def test_concurrent_requests_of_mixed_lengths(pair, mixed_prompts):

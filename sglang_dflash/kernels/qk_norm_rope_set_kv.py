@@ -1,0 +1,109 @@
+"""q_norm, k_norm, RoPE and the KV write of one layer's block rows, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Of one thread block. With a head size of 128, a thread reads 16 bytes of bfloat16 at a time.
+_HEADS, _WARPS = 8, 2
+
+
+@triton.jit
+def _weight(q_norm_weight, k_norm_weight, is_query, dim, valid):
+    q = tl.load(q_norm_weight + dim, mask=valid, other=0.0)
+    k = tl.load(k_norm_weight + dim, mask=valid, other=0.0)
+    return tl.where(is_query, q, k).to(tl.float32)
+
+
+@triton.jit
+def _qk_norm_rope_set_kv_kernel(
+    qkv,
+    qkv_stride,
+    q_norm_weight,
+    k_norm_weight,
+    eps,
+    cos_sin_cache,
+    positions,
+    cache_loc,
+    k_buffer,
+    v_buffer,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, PADDED_HALF)[None, :]
+    in_half = dim < HALF
+    valid = (head < Q_HEADS + KV_HEADS) & in_half
+    is_key = valid & (head >= Q_HEADS)
+
+    # Queries and keys lie side by side.
+    low_at = qkv + token * qkv_stride + head * 2 * HALF + dim
+    high_at = low_at + HALF
+    low = tl.load(low_at, mask=valid, other=0.0).to(tl.float32)
+    high = tl.load(high_at, mask=valid, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF) + eps)
+    low = low * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim, in_half)
+    high = high * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim + HALF, in_half)
+    low = low.to(qkv.dtype.element_ty).to(tl.float32)
+    high = high.to(qkv.dtype.element_ty).to(tl.float32)
+
+    angles = cos_sin_cache + tl.load(positions + token).to(tl.int64) * 2 * HALF + dim
+    cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
+    rotated_low = (low * cos - high * sin).to(qkv.dtype.element_ty)
+    rotated_high = (high * cos + low * sin).to(qkv.dtype.element_ty)
+    tl.store(low_at, rotated_low, mask=valid)
+    tl.store(high_at, rotated_high, mask=valid)
+
+    slot = tl.load(cache_loc + token).to(tl.int64)
+    stored_at = (slot * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
+    tl.store(k_buffer + stored_at, rotated_low, mask=is_key)
+    tl.store(k_buffer + stored_at + HALF, rotated_high, mask=is_key)
+    value_at = low_at + KV_HEADS * 2 * HALF
+    tl.store(v_buffer + stored_at, tl.load(value_at, mask=is_key), mask=is_key)
+    tl.store(v_buffer + stored_at + HALF, tl.load(value_at + HALF, mask=is_key), mask=is_key)
+
+
+def qk_norm_rope_set_kv(
+    qkv: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+) -> None:
+    """See :func:`sglang_dflash.reference.qk_norm_rope_set_kv.qk_norm_rope_set_kv`."""
+    num_tokens, width = qkv.shape
+    kv_heads, head_dim = k_buffer.shape[1:]
+    q_heads = width // head_dim - 2 * kv_heads
+    assert qkv.stride(1) == 1 and k_buffer.is_contiguous() and v_buffer.is_contiguous()
+    assert k_buffer.dtype == v_buffer.dtype == qkv.dtype
+    if not num_tokens:
+        return
+    _qk_norm_rope_set_kv_kernel[(num_tokens, triton.cdiv(q_heads + kv_heads, _HEADS))](
+        qkv,
+        qkv.stride(0),
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+        cos_sin_cache,
+        positions,
+        cache_loc,
+        k_buffer,
+        v_buffer,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        HEADS=_HEADS,
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=_WARPS,
+    )

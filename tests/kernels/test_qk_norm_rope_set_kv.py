@@ -1,0 +1,65 @@
+import pytest
+import torch
+from test_write_context_kv import rope_cache
+
+from sglang_dflash.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
+from sglang_dflash.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv as reference
+
+SLOTS = 200
+
+
+def random_args(tokens, q_heads, kv_heads, head_dim, dtype, device):
+    """Every argument; rows of projections are part of longer ones, and the KV is full of NaN."""
+    width = (q_heads + 2 * kv_heads) * head_dim
+    k, v = torch.full((2, SLOTS, kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    return (
+        torch.randn(tokens, width + 8, device=device).to(dtype)[:, :width],
+        *(torch.rand(2, head_dim, device=device).to(dtype) + 0.5),
+        1e-6,
+        rope_cache(300, head_dim, device),
+        torch.randint(0, 300, (tokens,), device=device),
+        torch.randperm(SLOTS, device=device)[:tokens],
+        k,
+        v,
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17, 63])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (4, 2, 64), (9, 3, 80), (32, 8, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, device):
+    args = []
+    for _ in range(2):
+        torch.manual_seed(tokens)
+        args.append(random_args(tokens, q_heads, kv_heads, head_dim, dtype, device))
+    got, want = args
+    qk_norm_rope_set_kv(*got)
+    reference(*want)
+    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or head is
+    # far outside of either bound.
+    bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-6
+    for mine, theirs in zip((got[0], *got[-2:]), (want[0], *want[-2:])):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        mine, theirs = mine.double().nan_to_num(), theirs.double().nan_to_num()
+        assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize("apply", [qk_norm_rope_set_kv, reference])
+def test_queries_and_keys_have_their_own_norms_and_turn_alike(apply, device):
+    """At position 0 nothing turns; from there on, the angle between a query and a key is that between their tokens."""
+    q, k, v = torch.randn(3, 64, device=device)
+    rows = torch.cat((q, k, v)).repeat(4, 1)
+    k_buffer, v_buffer = torch.zeros(2, SLOTS, 1, 64, device=device)
+    q_weight, k_weight = torch.full((64,), 2.0, device=device), torch.full((64,), 3.0, device=device)
+    positions, slots = torch.tensor([0, 5, 10, 15], device=device), torch.tensor([7, 1, 9, 4], device=device)
+    apply(rows, q_weight, k_weight, 0.0, rope_cache(20, 64, device), positions, slots, k_buffer, v_buffer)
+    turned_q, turned_k = rows[:, :64], rows[:, 64:128]
+    torch.testing.assert_close(turned_q[0], 2 * q / q.square().mean().sqrt())
+    torch.testing.assert_close(turned_k[0], 3 * k / k.square().mean().sqrt())
+    products = (turned_q[1:] * turned_k[:-1]).sum(-1)
+    torch.testing.assert_close(products, products[:1].expand(3), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(turned_q[1], turned_q[0], atol=0.1)
+    assert torch.equal(k_buffer[slots, 0], turned_k)
+    assert torch.equal(v_buffer[slots, 0], v.expand(4, 64))
+    k_buffer[slots] = v_buffer[slots] = 0
+    assert not k_buffer.any() and not v_buffer.any()
