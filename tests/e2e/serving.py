@@ -6,6 +6,7 @@ They serve on a GPU where there is one, else on the CPU.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import requests
@@ -120,17 +122,21 @@ _ports = deque(range(10000, 32000, 500))
 random.shuffle(_ports)
 
 
-def free_port() -> int:
-    """A port for a server that is about to start; the next is free too.
+def claim_port() -> tuple[int, IO]:
+    """A port for a server that is about to start, and a lock that keeps it from tests in other processes until it is
+    closed; the next port is free too.
 
     The one given longest ago comes first: servers that have been given one may not listen there yet.
     """
     for _ in range(len(_ports)):
         _ports.rotate()
+        claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{_ports[0]}"), "w")  # noqa: SIM115
         with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             server.bind(("127.0.0.1", _ports[0]))
             distributed.bind(("127.0.0.1", _ports[0] + 1))
-            return _ports[0]
+            return _ports[0], claim
+        claim.close()
     raise RuntimeError("no free port")
 
 
@@ -167,7 +173,7 @@ class Server:
         self.settings = settings
         self.dflash = dflash
         self.log_path = log_path
-        port = free_port()
+        port, self._port_claim = claim_port()
         ports = ["--port", str(port)]
         # SGLang would choose the second one long before it listens there, and another process could take it. Replicas
         # need one each.
@@ -221,6 +227,7 @@ class Server:
         atexit.unregister(self.stop)
         self._http.close()
         end_process_group(self._process)
+        self._port_claim.close()
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
