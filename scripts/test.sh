@@ -2,6 +2,7 @@
 # Every check of this repository, on any machine; stops at the first that fails.
 #
 # Without a GPU everything runs on SGLang's CPU engine, Triton kernels in Triton's interpreter, and tests/gpu is skipped.
+# With one, tests/e2e serve on it, all but those that say why not.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"

@@ -4,11 +4,13 @@ A program of its own, since SGLang keeps state per process.
 usage: masks.py BACKEND DTYPE PAGE_SIZE HEADS KV_HEADS HEAD_DIM OUTPUT
 
 OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Masks that begin with `refused: ` are not
-served on this backend; those that begin with `in-tree: ` are drawn without this package's hook.
+served on this backend; those that begin with `in-tree: ` are drawn without this package's hook. On a GPU there are all
+others a second time, beginning with `replayed: `, drawn in a CUDA graph.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,37 +85,33 @@ class Blocks:
             self.slots.append(slots.to(runner.device))
             runner.req_to_token_pool.req_to_token[row + 1, : length + BLOCK_SIZE] = self.slots[-1].to(torch.int32)
 
-    def error(self, backend, window: int | None, causal: bool) -> float:
-        """The largest difference of an output to the reference, relative to the largest of its row and head.
-
-        Outputs of a row that sees few keys are large, and so is their rounding; a key more or less moves them further.
-        """
+    def layer(self, window: int | None, causal: bool):
         from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-        from sglang_dflash.info import DFlashVerifyInput
-
-        scale = self.head_dim**-0.5
-        layer = RadixAttention(
+        return RadixAttention(
             self.heads,
             self.head_dim,
-            scale,
+            self.head_dim**-0.5,
             self.kv_heads,
             layer_id=0,
             sliding_window_size=-1 if window is None else window - 1,
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
-        pool, device = self.runner.token_to_kv_pool, self.runner.device
-        # Whoever reads beyond a request's keys, or leaves a block's unwritten, shall not get away with it.
-        pool.get_key_buffer(0).fill_(100.0)
-        pool.get_value_buffer(0).fill_(100.0)
-        for slots, keys, values in zip(self.slots, self.keys, self.values):
-            pool.get_key_buffer(0)[slots[:-BLOCK_SIZE]] = keys[:-BLOCK_SIZE]
-            pool.get_value_buffer(0)[slots[:-BLOCK_SIZE]] = values[:-BLOCK_SIZE]
-        lens = torch.tensor(CONTEXT_LENS)
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Queries, keys and values of the blocks, as a drafter layer hands them to its backend."""
+        keys, values = (torch.cat([x[-BLOCK_SIZE:] for x in each]) for each in (self.keys, self.values))
+        return [torch.cat(self.queries).flatten(1), keys, values]
+
+    def batch(self):
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        from sglang_dflash.info import DFlashVerifyInput
+
+        device, lens = self.runner.device, torch.tensor(CONTEXT_LENS)
         positions = torch.cat([torch.arange(length, length + BLOCK_SIZE) for length in CONTEXT_LENS])
         # As the worker fills it in: lengths on the CPU count the block.
-        batch = ForwardBatch(
+        return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(lens),
             input_ids=torch.zeros_like(positions).to(device),
@@ -125,17 +123,91 @@ class Blocks:
             positions=positions.to(device),
             spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK_SIZE),
         )
+
+    def fill_pool(self) -> None:
+        pool = self.runner.token_to_kv_pool
+        # Whoever reads beyond a request's keys, or leaves a block's unwritten, shall not get away with it.
+        pool.get_key_buffer(0).fill_(100.0)
+        pool.get_value_buffer(0).fill_(100.0)
+        for slots, keys, values in zip(self.slots, self.keys, self.values):
+            pool.get_key_buffer(0)[slots[:-BLOCK_SIZE]] = keys[:-BLOCK_SIZE]
+            pool.get_value_buffer(0)[slots[:-BLOCK_SIZE]] = values[:-BLOCK_SIZE]
+
+    def attend(self, backend, window: int | None, causal: bool) -> float:
+        """The error of a layer's output without a graph."""
+        self.fill_pool()
+        batch = self.batch()
         backend.init_forward_metadata(batch)
-        keys, values = (torch.cat([x[-BLOCK_SIZE:] for x in each]) for each in (self.keys, self.values))
-        output = backend.forward(torch.cat(self.queries).flatten(1), keys, values, layer, batch)
+        return self.error(backend.forward(*self.inputs(), self.layer(window, causal), batch), window, causal)
+
+    def replay(self, backend, masks: list[tuple[int | None, bool]]) -> list[float]:
+        """The errors of layers with these masks that are in one CUDA graph, captured as `CycleGraphRunner` does it.
+
+        There are two layers of each mask, as layers share what they can. The graph is captured for requests in padding
+        with one token each, and this batch comes into its buffers later.
+        """
+        from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+        from sglang_dflash.block_plan import block_plan
+        from sglang_dflash.fa3_blocks import shared_schedules
+
+        batch, inputs = self.batch(), self.inputs()
+        lens = torch.ones(batch.batch_size, dtype=torch.int64)
+        static_inputs = [torch.zeros_like(x) for x in inputs]
+        static = replace(
+            batch,
+            req_pool_indices=torch.zeros_like(batch.req_pool_indices),
+            seq_lens=torch.ones_like(batch.seq_lens),
+            seq_lens_cpu=lens,
+            seq_lens_sum=int(lens.sum()),
+            out_cache_loc=torch.zeros_like(batch.out_cache_loc),
+            positions=torch.zeros_like(batch.positions),
+        )
+        layers = [self.layer(*mask) for mask in masks] * 2
+        backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
+        plan = block_plan(backend, BLOCK_SIZE)
+        # So is every plan of a drafter: nothing is prepared before a replay.
+        assert not plan.needs_host_lens
+
+        @shared_schedules()
+        def forward() -> list[torch.Tensor]:
+            plan.record(static)
+            return [backend.forward(*static_inputs, layer, static) for layer in layers]
+
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with model_capture_mode(), torch.cuda.stream(stream):
+            plan.capture(static)
+            for _ in range(2):
+                forward()
+            with torch.cuda.graph(graph, stream=stream):
+                outputs = forward()
+        torch.cuda.current_stream().wait_stream(stream)
+
+        self.fill_pool()
+        for name in ("req_pool_indices", "seq_lens", "out_cache_loc", "positions"):
+            getattr(static, name).copy_(getattr(batch, name))
+        for buffer, x in zip(static_inputs, inputs):
+            buffer.copy_(x)
+        graph.replay()
+        errors = [self.error(output, *mask) for output, mask in zip(outputs, masks * 2)]
+        return [max(both) for both in zip(errors[: len(masks)], errors[len(masks) :])]
+
+    def error(self, output: torch.Tensor, window: int | None, causal: bool) -> float:
+        """The largest difference of an output to the reference, relative to the largest of its row and head.
+
+        Outputs of a row that sees few keys are large, and so is their rounding; a key more or less moves them further.
+        """
         expected = torch.cat(
             [
-                dense_attention(q, k, v, window=window, causal=causal, scale=scale)
+                dense_attention(q, k, v, window=window, causal=causal, scale=self.head_dim**-0.5)
                 for q, k, v in zip(self.queries, self.keys, self.values)
             ]
         )
         difference = (output.view_as(expected).double() - expected).abs()
-        return float((difference.amax(-1) / expected.abs().amax(-1)).max())
+        relative = difference.amax(-1) / expected.abs().amax(-1)
+        # No comparison finds NaN large.
+        return float(relative.nan_to_num(torch.inf).max())
 
 
 def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> None:
@@ -150,19 +222,24 @@ def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> 
     for window in WINDOWS:
         runner.sliding_window_size = window - 1
         backend = ATTENTION_BACKENDS[name](runner)
+        # Layers of both kinds share a backend.
+        masks = {}
         for causal in (False, True):
-            # Layers of both kinds share a backend.
-            errors[f"full, causal={causal}, beside {window}"] = blocks.error(backend, None, causal)
+            masks[f"full, causal={causal}, beside {window}"] = (None, causal)
             served = causal or window >= BLOCK_SIZE or name in TWO_SIDED_BACKENDS
-            errors[f"{'' if served else 'refused: '}sliding {window}, causal={causal}"] = blocks.error(
-                backend, window, causal
-            )
+            masks[f"{'' if served else 'refused: '}sliding {window}, causal={causal}"] = (window, causal)
+        for mask, layer in masks.items():
+            errors[mask] = blocks.attend(backend, *layer)
         if name == "flashinfer":
             from sglang.srt.layers.attention.flashinfer_backend import FlashInferIndicesUpdaterPrefill as Updater
 
             hooked, Updater.call_begin_forward = Updater.call_begin_forward, Updater.call_begin_forward.__wrapped__
-            errors[f"in-tree: sliding {window}, causal=True"] = blocks.error(backend, window, causal=True)
+            errors[f"in-tree: sliding {window}, causal=True"] = blocks.attend(backend, window, causal=True)
             Updater.call_begin_forward = hooked
+        if torch.cuda.is_available():
+            served = {mask: layer for mask, layer in masks.items() if not mask.startswith("refused: ")}
+            replayed = blocks.replay(ATTENTION_BACKENDS[name](runner), list(served.values()))
+            errors |= {f"replayed: {mask}": error for mask, error in zip(served, replayed)}
     Path(output).write_text(json.dumps(errors))
 
 

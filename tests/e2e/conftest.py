@@ -15,8 +15,9 @@ from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "tests/e2e" in item.path.as_posix() and torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="these tests serve on the CPU; see tests/gpu"))
+        marker = item.get_closest_marker("cpu")
+        if marker is not None and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(**marker.kwargs))
 
 
 @pytest.hookimpl(wrapper=True)

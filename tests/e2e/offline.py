@@ -18,9 +18,7 @@ def run(request: dict, dflash: bool) -> dict:
     speculation = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
-        device="cpu",
         dtype="float32",
-        attention_backend="torch_native",
         **(speculation if dflash else {}),
         **request["engine"],
     )

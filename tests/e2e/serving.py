@@ -1,8 +1,12 @@
-"""Real servers of the tiny pair, `python -m sglang.launch_server` in float32 on the CPU, and requests to them."""
+"""Real servers of the tiny pair, `python -m sglang.launch_server` in float32, and requests to them.
+
+They serve on a GPU where there is one, else on the CPU.
+"""
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import random
@@ -10,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,10 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import requests
+import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -28,25 +34,47 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 START_SECONDS = 240
 REQUEST_SECONDS = 240
 
+# All that depends on the device. On a GPU too the tests compare tokens to the last one, so nothing may round float32.
+if torch.cuda.is_available():
+    DEVICE_FLAGS = {
+        "device": "cuda",
+        "attention-backend": "triton",
+        # SGLang's norms take float32 on CUDA in this mode only.
+        "enable-deterministic-inference": True,
+        # A bound on what SGLang finds free beside the servers of other tests; what pools get is `max-total-tokens`.
+        "mem-fraction-static": 0.5,
+        # The tests' batches are of up to 16 requests: some are replayed, larger ones run without a graph.
+        "cuda-graph-max-bs-decode": 8,
+        "disable-prefill-cuda-graph": True,
+    }
+    DEVICE_ENV = {
+        # Triton multiplies float32 in TF32 otherwise.
+        "TRITON_F32_DEFAULT": "ieee",
+        # Deterministic inference would cut prompts at multiples of 4096, and never admit one that is longer than a
+        # smaller chunk.
+        "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "1",
+    }
+else:
+    DEVICE_FLAGS = {"device": "cpu", "attention-backend": "torch_native"}
+    DEVICE_ENV = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+    }
 # The last three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
 # freed twice or is used after it was freed ends the server. Triton's interpreter is for those who ask for it, and
 # tests of kernels may have set its variable in this process.
-ENV = {
-    "SGLANG_USE_CPU_ENGINE": "1",
+ENV = DEVICE_ENV | {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
-    # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
-    "TORCH_COMPILE_DISABLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-FLAGS = {
+FLAGS = DEVICE_FLAGS | {
     "model-path": str(TARGET_DIR),
-    "device": "cpu",
     "dtype": "float32",
-    "attention-backend": "torch_native",
     "max-total-tokens": 20000,
     "max-running-requests": 16,
     # An idle scheduler would keep a core busy.
@@ -94,17 +122,21 @@ _ports = deque(range(10000, 32000, 500))
 random.shuffle(_ports)
 
 
-def free_port() -> int:
-    """A port for a server that is about to start; the next is free too.
+def claim_port() -> tuple[int, IO]:
+    """A port for a server that is about to start, and a lock that keeps it from tests in other processes until it is
+    closed; the next port is free too.
 
     The one given longest ago comes first: servers that have been given one may not listen there yet.
     """
     for _ in range(len(_ports)):
         _ports.rotate()
+        claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{_ports[0]}"), "w")  # noqa: SIM115
         with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             server.bind(("127.0.0.1", _ports[0]))
             distributed.bind(("127.0.0.1", _ports[0] + 1))
-            return _ports[0]
+            return _ports[0], claim
+        claim.close()
     raise RuntimeError("no free port")
 
 
@@ -141,7 +173,7 @@ class Server:
         self.settings = settings
         self.dflash = dflash
         self.log_path = log_path
-        port = free_port()
+        port, self._port_claim = claim_port()
         ports = ["--port", str(port)]
         # SGLang would choose the second one long before it listens there, and another process could take it. Replicas
         # need one each.
@@ -195,6 +227,7 @@ class Server:
         atexit.unregister(self.stop)
         self._http.close()
         end_process_group(self._process)
+        self._port_claim.close()
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")

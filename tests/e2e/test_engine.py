@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from oracle import assert_same_cycles
-from serving import ENV, assert_same_answers, end_process_group
+from serving import DEVICE_FLAGS, ENV, assert_same_answers, end_process_group
 
 SCRIPT = Path(__file__).with_name("offline.py")
 MAX_NEW_TOKENS = 80
@@ -22,7 +22,8 @@ def results(tmp_path_factory, prompts, keeper):
     request = {
         "input_ids": prompts[:12],
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
-        "engine": {"max_total_tokens": 8000, "max_running_requests": 6, "skip_tokenizer_init": True},
+        "engine": {flag.replace("-", "_"): value for flag, value in DEVICE_FLAGS.items()}
+        | {"max_total_tokens": 8000, "max_running_requests": 6, "skip_tokenizer_init": True},
     }
     (folder / "request.json").write_text(json.dumps(request))
     with (folder / "log").open("wb") as log:

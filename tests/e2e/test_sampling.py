@@ -48,6 +48,7 @@ def test_log_probabilities_of_sampled_tokens(pair, prompts):
     assert [entry[0] for entry in dflash["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.cpu(reason="on CUDA servers of float32 give every request a seed, and refuse min_p; see tests/gpu")
 @pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
 def test_unseeded(pair, prompts):
     """Without seeds no two answers need be the same; a temperature near 0 leaves nothing to chance."""

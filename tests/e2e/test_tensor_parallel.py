@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import RETRACT, SMALL_POOL, Settings, assert_same_answers
 
+pytestmark = pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
+
 # SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
 _CORES = sorted(os.sched_getaffinity(0))
 CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)

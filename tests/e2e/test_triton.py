@@ -10,6 +10,8 @@ import pytest
 from oracle import assert_same_cycles
 from serving import ENV, Settings
 
+pytestmark = pytest.mark.cpu(reason="Triton's interpreter, and torch_native, are for the CPU; see tests/gpu")
+
 NEW_TOKENS = 10
 
 

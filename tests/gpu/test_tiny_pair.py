@@ -29,6 +29,17 @@ def generate(tmp_path: Path, backend: str, draft_backend: str, *flags: str, env=
     return json.loads(output.read_text())
 
 
+def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, list[dict]]:
+    """Generate under one of the plugins in this folder, which writes a record per line."""
+    records = tmp_path / "records.jsonl"
+    env = {
+        "PYTHONPATH": f"{HERE / f'{plugin}_plugin'}:{os.environ.get('PYTHONPATH', '')}",
+        f"{plugin.upper()}_RECORDS": str(records),
+    }
+    output = generate(tmp_path, *args, env=env)
+    return output, [json.loads(line) for line in records.read_text().splitlines()]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton")])
 def test_lossless_and_acceptance(backend, draft_backend, tmp_path):
@@ -48,16 +59,10 @@ def test_lossless_and_acceptance(backend, draft_backend, tmp_path):
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replay_equals_eager(backend, window, tmp_path):
-    records = tmp_path / "records.jsonl"
-    env = {
-        "PYTHONPATH": f"{HERE / 'graph_check_plugin'}:{os.environ.get('PYTHONPATH', '')}",
-        "GRAPH_CHECK_RECORDS": str(records),
-    }
     flags = [] if window is None else ["--draft-window", str(window)]
-    generate(tmp_path, backend, backend, "--varied-lengths", *flags, env=env)
+    _, records = generate_checked(tmp_path, "graph_check", backend, backend, "--varied-lengths", *flags)
     seen = defaultdict(list)
-    for line in records.read_text().splitlines():
-        entry = json.loads(line)
+    for entry in records:
         seen[entry["stage"], entry["bs"], entry["graph_bs"]].append(entry)
     padded = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
     assert set(seen) == {(stage, *sizes) for stage in ("draft", "verify") for sizes in padded.items()}
@@ -68,6 +73,20 @@ def test_replay_equals_eager(backend, window, tmp_path):
         # bf16 rounding, where a planner splits the same attention differently; a wrong mask or slot is far outside.
         assert worst < 2e-2
         assert wrong < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+def test_host_does_not_wait(backend, tmp_path):
+    """No cycle that is replayed waits for the GPU, whatever size its batch has, and checking changes no text."""
+    plain = generate(tmp_path, backend, "none", "--varied-lengths")
+    dflash, cycles = generate_checked(tmp_path, "sync_check", backend, backend, "--varied-lengths")
+    same = count_identical(plain["results"], dflash["results"], TIE)
+    print(f"\n{backend}: {len(cycles)} cycles without a wait, {same} of {len(plain['results'])} identical")
+    # Up to 8 requests share a cycle, and 8 cycles are not checked.
+    assert len(cycles) >= sum(result["verify_ct"] for result in dflash["results"]) / 8 - 8
+    assert {cycle["bs"] for cycle in cycles} == set(range(1, 9))
+    assert all(cycle["replayed"] and cycle["waits_are_noticed"] for cycle in cycles)
 
 
 @pytest.mark.gpu
