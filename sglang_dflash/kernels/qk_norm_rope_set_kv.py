@@ -42,32 +42,35 @@ def _qk_norm_rope_set_kv_kernel(
     valid = (head < Q_HEADS + KV_HEADS) & in_half
     is_key = valid & (head >= Q_HEADS)
 
-    # Queries and keys lie side by side.
+    # Every load comes before the first store, so that none waits for another. Queries and keys lie side by side.
     low_at = qkv + token * qkv_stride + head * 2 * HALF + dim
     high_at = low_at + HALF
+    value_at = low_at + KV_HEADS * 2 * HALF
     low = tl.load(low_at, mask=valid, other=0.0).to(tl.float32)
     high = tl.load(high_at, mask=valid, other=0.0).to(tl.float32)
+    value_low = tl.load(value_at, mask=is_key)
+    value_high = tl.load(value_at + HALF, mask=is_key)
+    angles = cos_sin_cache + tl.load(positions + token).to(tl.int64) * 2 * HALF + dim
+    cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
+    slot = tl.load(cache_loc + token).to(tl.int64)
+
     scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF) + eps)
     low = low * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim, in_half)
     high = high * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim + HALF, in_half)
     low = low.to(qkv.dtype.element_ty).to(tl.float32)
     high = high.to(qkv.dtype.element_ty).to(tl.float32)
 
-    angles = cos_sin_cache + tl.load(positions + token).to(tl.int64) * 2 * HALF + dim
-    cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
     rotated_low = (low * cos - high * sin).to(qkv.dtype.element_ty)
     rotated_high = (high * cos + low * sin).to(qkv.dtype.element_ty)
     tl.store(low_at, rotated_low, mask=valid)
     tl.store(high_at, rotated_high, mask=valid)
 
-    slot = tl.load(cache_loc + token).to(tl.int64)
     stored_at = (slot * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
     tl.store(k_buffer + stored_at, rotated_low, mask=is_key)
     tl.store(k_buffer + stored_at + HALF, rotated_high, mask=is_key)
-    value_at = low_at + KV_HEADS * 2 * HALF
-    tl.store(v_buffer + stored_at, tl.load(value_at, mask=is_key), mask=is_key)
-    tl.store(v_buffer + stored_at + HALF, tl.load(value_at + HALF, mask=is_key), mask=is_key)
+    tl.store(v_buffer + stored_at, value_low, mask=is_key)
+    tl.store(v_buffer + stored_at + HALF, value_high, mask=is_key)
 
 
 def qk_norm_rope_set_kv(
