@@ -81,6 +81,11 @@ def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
     return Case((block_tokens, target_tokens, seq_lens(bs, args)), bs * 8 * (3 * BLOCK_SIZE + 4))
 
 
+def row_max(bs: int, args: argparse.Namespace) -> Case:
+    values = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE).bfloat16()
+    return Case((values,), values.nbytes + bs * BLOCK_SIZE * (values.itemsize + 8))
+
+
 def apply_penalties(bs: int, args: argparse.Namespace) -> Case:
     logits = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE)
     counts = integers(2, bs, args.vocab, dtype=torch.int32)
@@ -166,6 +171,7 @@ def accept_lens(bs: int) -> torch.Tensor:
 # All but `read_clock`, which moves nothing.
 KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     prepare_block,
+    row_max,
     accept_prefix,
     gather_window,
     index_kv,

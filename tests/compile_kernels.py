@@ -1,0 +1,47 @@
+"""Compile every kernel of scripts/bench_kernels.py for a Hopper GPU, which need not be there.
+
+A program of its own, since Triton decides once per process whether it compiles or interprets.
+usage: compile_kernels.py
+
+Prints a line per compiled kernel: its name and the length of its machine code.
+"""
+
+import argparse
+
+import bench_kernels
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
+
+
+class HopperDriver:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(HopperDriver())
+    launch = JITFunction.run
+
+    def compile_only(function, *args, grid, warmup, **kwargs):
+        compiled = launch(function, *args, grid=grid, warmup=True, **kwargs)
+        print(function.__name__, len(compiled.asm["cubin"]), flush=True)
+
+    JITFunction.run = compile_only
+    for make in bench_kernels.KERNELS:
+        case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
+        bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
+
+
+if __name__ == "__main__":
+    main()
