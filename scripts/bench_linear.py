@@ -2,12 +2,14 @@
 
     python3 scripts/bench_linear.py --out scripts/results/linear_h100
 
-A candidate, which the package does not use: Triton, split along K where there are too few columns to fill the GPU, with
-the partial sums added up in order by whichever thread block comes last. Shapes are Qwen3-8B's; launches are replayed
-from a CUDA graph and take turns over copies of the weights, more than the L2 cache holds. Without a GPU, Triton's
-interpreter shows that the script works and the kernel is right:
+A candidate, which the package does not use: Triton, split along K where there are too few columns to fill the GPU, the
+partial sums added up in order by whichever thread block comes last; for gate_up with the activation behind it. With
+programmatic dependent launch (PDL) a GEMM fetches weights while the kernel before it still runs. Launches are replayed
+from a CUDA graph and take turns over copies of the weights, more than the L2 cache holds. First each shape of Qwen3-8B
+alone, at one GPU and as shards of two and four; then a layer's GEMMs with the norms between them, in the best
+configurations. Without a GPU, Triton's interpreter shows that the script works and the kernel is right:
 
-    TRITON_INTERPRET=1 python3 scripts/bench_linear.py --rows 3 --shapes 48x40 --out work/linear
+    TRITON_INTERPRET=1 python3 scripts/bench_linear.py --rows 3 --shapes 48x300 --out work/linear
 """
 
 from __future__ import annotations
@@ -31,15 +33,20 @@ import triton
 import triton.language as tl
 from bench.machine import hardware, versions
 from torch.nn import functional
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
-# Columns x K. Behind qkv, o, gate_up and down of a layer: the context's fc and its layers' k and v, and lm_head.
-SHAPES = ["6144x4096", "4096x4096", "24576x4096", "4096x12288", "4096x20480", "10240x4096", "151936x4096"]
-# Of an H100; what a block may have in shared memory is checked before it is compiled.
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 12288
+# Columns x K of a layer's qkv, o, gate_up (half its columns, as its activation leaves) and down on one, two and four
+# GPUs; the context's fc and its layers' k and v; lm_head.
+LAYER = ["6144x4096", "4096x4096", "12288x4096 gated", "4096x12288"]
+SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096", "4096x1024", "3072x4096 gated"]
+SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
+# What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
 
@@ -61,24 +68,35 @@ class Config:
     splits: int
     tma: bool
 
-    def fits(self, rows: int) -> bool:
-        return self.stages * (self.columns + rows) * self.depth * 2 <= SHARED_MEMORY
+    def fits(self, rows: int, is_gated: bool) -> bool:
+        return self.stages * (self.columns * (1 + is_gated) + rows) * self.depth * 2 <= SHARED_MEMORY
 
 
 CONFIGS = [
-    Config(columns, depth, stages, warps, splits, tma)
-    for columns, depth, stages, warps, splits, tma in itertools.product(
-        (64, 128), (64, 128, 256), (3, 4, 6), (4, 8), (1, 2, 3, 4, 6, 8), (False, True)
-    )
+    Config(*values)
+    for values in itertools.product((32, 64, 128), (64, 128, 256), (3, 4, 6), (4, 8), (1, 2, 3, 4, 6, 8), (False, True))
     # Fewer bytes in flight cannot keep the memory busy, whatever else is chosen.
-    if stages * columns * depth * 2 >= 48 * 1024
+    if values[0] * values[1] * values[2] * 2 >= 32 * 1024
 ]
+
+
+# --- the candidate --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_weights(weight, descriptor, first_row, column, k, num_columns, size_k, TMA: tl.constexpr):
+    if TMA:
+        return descriptor.load([tl.cast(first_row, tl.int32), tl.cast(tl.min(k), tl.int32)])
+    inside = (column[:, None] < num_columns) & (k[None, :] < size_k)
+    return tl.load(weight + (first_row + tl.arange(0, column.shape[0]))[:, None] * size_k + k[None, :], mask=inside)
 
 
 @triton.jit
 def _linear_kernel(
     x,
+    x_stride,
     weight,
+    descriptor,
     out,
     partials,
     arrivals,
@@ -90,77 +108,184 @@ def _linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_GATED: tl.constexpr,
     TMA: tl.constexpr,
+    PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, ROWS)
-    column = (tile * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     lane = tl.arange(0, DEPTH)
-    depths = tl.cdiv(size_k, DEPTH)
-    begin = split * depths // splits
-    end = (split + 1) * depths // splits
+    steps = tl.cdiv(size_k, DEPTH)
+    begin = split * steps // splits
+    end = (split + 1) * steps // splits
+    # Of the activated half, where there is one: its weights lie behind the others.
+    gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    first_row = tile * COLUMNS
+    up_row = first_row + num_columns if IS_GATED else first_row
+
+    if PDL:
+        # The kernel behind may fetch its weights from now on. Ours do not depend on the kernel before, only x does.
+        gdc_launch_dependents()
+        line = begin * DEPTH + tl.arange(0, 2 * DEPTH // 64) * 64
+        is_line = (column[:, None] < num_columns) & (line[None, :] < size_k)
+        line_at = weight + tl.where(is_line, column[:, None] * size_k + line[None, :], 0)
+        _prefetch(line_at.to(tl.int64))
+        if IS_GATED:
+            _prefetch((line_at + tl.where(is_line, tl.cast(num_columns, tl.int64) * size_k, 0)).to(tl.int64))
+        gdc_wait()
+
     for step in tl.range(begin, end, num_stages=STAGES):
         k = step * DEPTH + lane
-        if TMA:
-            w = weight.load([tile * COLUMNS, step * DEPTH])
-        else:
-            inside = (column[:, None] < num_columns) & (k[None, :] < size_k)
-            w = tl.load(weight + column[:, None] * size_k + k[None, :], mask=inside, other=0.0)
         inside = (row[None, :] < num_rows) & (k[:, None] < size_k)
-        total = tl.dot(w, tl.load(x + row[None, :] * size_k + k[:, None], mask=inside, other=0.0), total)
+        rows = tl.load(x + row[None, :] * x_stride + k[:, None], mask=inside, other=0.0)
+        w = _load_weights(weight, descriptor, up_row, column, k, num_columns, size_k, TMA)
+        total = tl.dot(w, rows, total)
+        if IS_GATED:
+            w = _load_weights(weight, descriptor, first_row, column, k, num_columns, size_k, TMA)
+            gate = tl.dot(w, rows, gate)
 
-    inside = (column[:, None] < num_columns) & (row[None, :] < num_rows)
+    is_last = True
     if IS_SPLIT:
-        part = partials + (tile * splits * COLUMNS * ROWS).to(tl.int64)
+        SIZE: tl.constexpr = COLUMNS * ROWS
+        halves: tl.constexpr = 2 if IS_GATED else 1
+        part = partials + tile * splits * halves * SIZE
         at = tl.arange(0, COLUMNS)[:, None] * ROWS + row[None, :]
-        tl.store(part + split * COLUMNS * ROWS + at, total)
+        tl.store(part + split * halves * SIZE + at, total)
+        if IS_GATED:
+            tl.store(part + (split * halves + 1) * SIZE + at, gate)
         # Every thread's part is written before this block counts as arrived.
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1) == splits - 1:
+        is_last = tl.atomic_add(arrivals + tile, 1) == splits - 1
+        if is_last:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+            gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
             for other in range(splits):
-                total += tl.load(part + other * COLUMNS * ROWS + at, cache_modifier=".cg")
+                total += tl.load(part + other * halves * SIZE + at, cache_modifier=".cg")
+                if IS_GATED:
+                    gate += tl.load(part + (other * halves + 1) * SIZE + at, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
-            tl.store(out + row[None, :] * num_columns + column[:, None], total.to(out.dtype.element_ty), mask=inside)
-    else:
+    if is_last:
+        if IS_GATED:
+            # As SGLang's SiluAndMul: of halves that were rounded.
+            gate = gate.to(out.dtype.element_ty).to(tl.float32)
+            total = total.to(out.dtype.element_ty).to(tl.float32) * gate / (1 + tl.exp(-gate))
+        inside = (column[:, None] < num_columns) & (row[None, :] < num_rows)
         tl.store(out + row[None, :] * num_columns + column[:, None], total.to(out.dtype.element_ty), mask=inside)
 
 
-class Linear:
-    """x [M, K] @ weight [N, K].T in one configuration, with scratch memory of its own."""
+@triton.jit
+def _prefetch(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
-    def __init__(self, config: Config, num_rows: int, num_columns: int) -> None:
-        self.config = config
+
+class Linear:
+    """x [M, K] @ weight [N, K].T in one configuration, with scratch memory of its own. Gated: silu(a) * b of the halves
+    a and b of such a product's columns."""
+
+    def __init__(
+        self, config: Config, num_rows: int, num_columns: int, is_gated: bool = False, pdl: bool = False
+    ) -> None:
+        self.config, self.is_gated, self.pdl = config, is_gated, pdl
+        self.num_columns = num_columns
         self.rows = max(16, triton.next_power_of_2(num_rows))
         self.tiles = triton.cdiv(num_columns, config.columns)
-        tile_size = self.rows * config.columns
-        self.partials = torch.empty(self.tiles * config.splits * tile_size, dtype=torch.float32, device=DEVICE)
+        size = self.tiles * config.splits * (1 + is_gated) * self.rows * config.columns
+        self.partials = torch.empty(size, dtype=torch.float32, device=DEVICE)
         self.arrivals = torch.zeros(self.tiles, dtype=torch.int32, device=DEVICE)
 
+    @property
+    def fits(self) -> bool:
+        return self.config.fits(self.rows, self.is_gated)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        config, (num_columns, size_k) = self.config, weight.shape
-        out = torch.empty((x.shape[0], num_columns), dtype=x.dtype, device=x.device)
+        config = self.config
+        out = torch.empty((x.shape[0], self.num_columns), dtype=x.dtype, device=x.device)
         _linear_kernel[(self.tiles, config.splits)](
             x,
+            x.stride(0),
+            weight,
             TensorDescriptor.from_tensor(weight, [config.columns, config.depth]) if config.tma else weight,
             out,
             self.partials,
             self.arrivals,
             x.shape[0],
-            num_columns,
-            size_k,
+            self.num_columns,
+            weight.shape[1],
             config.splits,
             ROWS=self.rows,
             COLUMNS=config.columns,
             DEPTH=config.depth,
             IS_SPLIT=config.splits > 1,
+            IS_GATED=self.is_gated,
             TMA=config.tma,
+            PDL=self.pdl,
             STAGES=config.stages,
             num_warps=config.warps,
+            launch_pdl=self.pdl,
         )
         return out
+
+
+# --- what it is compared with ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_norm_kernel(x, residual, weight, out, SIZE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.load(x + at).to(tl.float32) + tl.load(residual + at).to(tl.float32)
+    tl.store(residual + at, total.to(residual.dtype.element_ty))
+    scale = tl.rsqrt(tl.sum(total * total) / SIZE + 1e-6)
+    normed = total * scale * tl.load(weight + tl.arange(0, SIZE)).to(tl.float32)
+    tl.store(out + at, normed.to(out.dtype.element_ty))
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, pdl: bool) -> torch.Tensor:
+    """What stands between two GEMMs: [M, H] in and out, `residual` changed in place."""
+    out = torch.empty_like(x)
+    _add_norm_kernel[(x.shape[0],)](x, residual, weight, out, SIZE=x.shape[1], PDL=pdl, num_warps=8, launch_pdl=pdl)
+    return out
+
+
+@triton.jit
+def _activate_kernel(x, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(x + row * 2 * SIZE + column).to(tl.float32)
+    up = tl.load(x + row * 2 * SIZE + SIZE + column).to(tl.float32)
+    tl.store(out + row * SIZE + column, (up * gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty))
+
+
+def activate(x: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of the columns, times the second."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _activate_kernel[(x.shape[0], out.shape[1] // 2048)](x, out, SIZE=out.shape[1], TILE=2048)
+    return out
+
+
+def in_torch(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    out = x.float() @ weight.float().T
+    if is_gated:
+        gate, up = out.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return out
+
+
+def check(linear: Linear, x: torch.Tensor, weight: torch.Tensor, want: torch.Tensor) -> None:
+    """Raise AssertionError unless two calls in a row are right: the second finds what the first has left behind."""
+    for _ in range(2):
+        error = (linear(x, weight).float() - want).norm() / want.norm()
+        assert error < 2**-7, f"{linear.config}: off by {error}"
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
 
 
 def microseconds(launch: Callable[[int], object], copies: int) -> float:
@@ -186,61 +311,101 @@ def microseconds(launch: Callable[[int], object], copies: int) -> float:
     return statistics.median(times[1:])
 
 
-def check(linear: Linear, x: torch.Tensor, weight: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise AssertionError unless two calls in a row are right: the second finds what the first has left behind."""
-    for _ in range(2):
-        error = (linear(x, weight).float() - want).norm() / want.norm()
-        assert error < 2**-7, f"{linear.config}: off by {error}"
+def parse(shape: str) -> tuple[int, int, bool]:
+    size, _, gated = shape.partition(" ")
+    num_columns, size_k = (int(n) for n in size.split("x"))
+    return num_columns, size_k, gated == "gated"
 
 
 def measure(rows: int, shape: str) -> Iterator[dict]:
     """cuBLAS first, then every configuration."""
-    num_columns, size_k = (int(size) for size in shape.split("x"))
+    num_columns, size_k, is_gated = parse(shape)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if DEVICE == "cuda" else 0
-    copies = 1 + 2 * cache // (num_columns * size_k * 2)
+    copies = 1 + 2 * cache // (num_columns * (1 + is_gated) * size_k * 2)
     torch.manual_seed(0)
     x = torch.randn(rows, size_k, device=DEVICE).to(DTYPE)
-    weights = [torch.randn(num_columns, size_k, device=DEVICE).to(DTYPE) for _ in range(copies)]
-    want = x.float() @ weights[0].float().T
-    num_bytes = weights[0].nbytes + x.nbytes + rows * num_columns * 2
+    # Small enough that an activation stays where it bends.
+    weights = [torch.randn(num_columns * (1 + is_gated), size_k, device=DEVICE) for _ in range(copies)]
+    weights = [(weight / size_k**0.5).to(DTYPE) for weight in weights]
+    want = in_torch(x, weights[0], is_gated)
+    num_bytes = weights[0].nbytes + x.nbytes + rows * num_columns * x.itemsize
 
     def row(config: Config | None, us: float) -> dict:
-        return {
-            "rows": rows,
-            "shape": shape,
-            "config": config and asdict(config),
-            "us": us,
-            "tb_s": num_bytes / us / 1e6,
-        }
+        tb_s = num_bytes / us / 1e6
+        return {"rows": rows, "shape": shape, "config": config and asdict(config), "us": us, "tb_s": tb_s}
 
-    yield row(None, microseconds(lambda i: functional.linear(x, weights[i]), copies))
+    def cublas(i: int) -> torch.Tensor:
+        out = functional.linear(x, weights[i])
+        return activate(out) if is_gated and DEVICE == "cuda" else out
+
+    yield row(None, microseconds(cublas, copies))
     for config in CONFIGS:
-        linear = Linear(config, rows, num_columns)
+        linear = Linear(config, rows, num_columns, is_gated)
         # A split of nothing is as slow as it is useless.
-        if config.fits(linear.rows) and config.splits * config.depth <= size_k:
+        if linear.fits and config.splits * config.depth <= size_k:
             check(linear, x, weights[0], want)
             yield row(config, microseconds(lambda i, linear=linear: linear(x, weights[i]), copies))
 
 
-def compile_one(config: Config, num_rows: int) -> None:
-    linear = Linear(config, num_rows, 512)
-    if config.fits(linear.rows):
-        linear(
-            torch.zeros(num_rows, 4096, device=DEVICE, dtype=DTYPE), torch.zeros(512, 4096, device=DEVICE, dtype=DTYPE)
+def measure_layer(rows: int, best: dict[str, Config]) -> dict[str, float]:
+    """Microseconds of a layer without its attention: cuBLAS, ours, and ours launched early."""
+    copies, q_size = 4, HEADS * HEAD_DIM
+    torch.manual_seed(0)
+    sizes = [((1 + is_gated) * n, k) for n, k, is_gated in map(parse, LAYER)]
+    layers = [[torch.randn(n, k, device=DEVICE).div(k**0.5).to(DTYPE) for n, k in sizes] for _ in range(copies)]
+    norm = torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE)
+    x, residual = (torch.randn(rows, HIDDEN, device=DEVICE).to(DTYPE) for _ in range(2))
+
+    def layer(i: int, linears: list[Callable], pdl: bool) -> None:
+        qkv, o, gate_up, down = (
+            lambda x, linear=linear, weight=weight: linear(x, weight)
+            for linear, weight in zip(linears, layers[i], strict=True)
         )
+        attended = qkv(add_norm(x, residual, norm, pdl))[:, :q_size]
+        hidden = add_norm(o(attended), residual, norm, pdl)
+        x.copy_(down(gate_up(hidden)))
+
+    cublas = [functional.linear] * 4
+    cublas[2] = lambda x, weight: activate(functional.linear(x, weight))
+    found = {"cuBLAS": microseconds(lambda i: layer(i, cublas, False), copies)}
+    for name, pdl in (("ours", False), ("ours, PDL", True)):
+        ours = [
+            Linear(best[shape], rows, num_columns, is_gated, pdl)
+            for shape, (num_columns, _, is_gated) in zip(LAYER, map(parse, LAYER), strict=True)
+        ]
+        found[name] = microseconds(lambda i, ours=ours, pdl=pdl: layer(i, ours, pdl), copies)
+    return found
+
+
+def compile_one(config: Config, num_rows: int, is_gated: bool) -> None:
+    linear = Linear(config, num_rows, 512, is_gated)
+    if linear.fits:
+        x, weight = (torch.zeros(n, 4096, device=DEVICE, dtype=DTYPE) for n in (num_rows, 512 * (1 + is_gated)))
+        linear(x, weight)
 
 
 def compile_all(rows: list[int]) -> None:
     """Fill Triton's cache on all cores, before anything is timed. The number of splits is no constant of the kernel."""
     configs = [config for config in CONFIGS if config.splits <= 2]
+    jobs = list(itertools.product(configs, rows, (False, True)))
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
-        list(processes.map(compile_one, configs * len(rows), [r for r in rows for _ in configs]))
+        list(processes.map(compile_one, *zip(*jobs, strict=True)))
 
 
-def report(setup: dict, measured: list[dict], title: str) -> str:
+def best_by_shape(measured: list[dict], rows: int) -> dict[str, Config]:
+    ours = [row for row in measured if row["rows"] == rows and row["config"] is not None]
+    shapes = {row["shape"] for row in ours}
+    return {
+        shape: Config(**min((row for row in ours if row["shape"] == shape), key=lambda row: row["us"])["config"])
+        for shape in shapes
+    }
+
+
+def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]], title: str) -> str:
     lines = [f"# {title}", "", f"{setup['hardware']}; {setup['versions']}.", "", f"    {setup['command']}", ""]
     lines += [
-        "Weights of N x K, in bfloat16. TB/s are of all bytes, each moved once; ours is the best configuration.",
+        "Weights of N x K, twice as many columns where gated. TB/s are of all bytes, each moved once; ours is the best "
+        "configuration.",
         "",
         "| rows | N x K | cuBLAS, us | TB/s | ours, us | TB/s | ratio | columns, depth, stages, warps, splits, TMA |",
         "|---|---|---|---|---|---|---|---|",
@@ -252,6 +417,9 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
             f"| {rows} | {shape} | {cublas['us']:.1f} | {cublas['tb_s']:.2f} | {best['us']:.1f} | {best['tb_s']:.2f} | "
             f"{cublas['us'] / best['us']:.3f} | {', '.join(str(int(v)) for v in best['config'].values())} |"
         )
+    for rows, found in layers.items():
+        times = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
+        lines += ["", f"A layer's GEMMs and norms at {rows} rows, us: {times}."]
     return "\n".join(lines) + "\n"
 
 
@@ -268,13 +436,22 @@ def main() -> None:
     }
     if DEVICE == "cuda":
         compile_all(args.rows)
-    measured = []
+    measured, layers = [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        """What has been measured is kept, whatever comes after."""
+        results = {"setup": setup, "runs": measured, "layers": layers}
+        Path(f"{args.out}.json").write_text(json.dumps(results) + "\n")
+        Path(f"{args.out}.md").write_text(report(setup, measured, layers, args.out.name.replace("_", " ")))
+
     for rows, shape in itertools.product(args.rows, args.shapes):
         measured += measure(rows, shape)
-        # What has been measured is kept, whatever comes after.
-        Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}) + "\n")
-        Path(f"{args.out}.md").write_text(report(setup, measured, args.out.name.replace("_", " ")))
+        save()
+    if DEVICE == "cuda" and set(LAYER) <= set(args.shapes):
+        for rows in args.rows:
+            layers[rows] = measure_layer(rows, best_by_shape(measured, rows))
+            save()
     print(Path(f"{args.out}.md").read_text())
 
 
