@@ -77,7 +77,7 @@ class ContextWriter:
         chunk = _CHUNK if accept_lens is None else max(features.shape[0], 1)
         for start in range(0, features.shape[0], chunk):
             rows = slice(start, start + chunk)
-            hidden = self._model.hidden_norm(self._model.fc(features[rows]))
+            hidden = self._model.project_features(features[rows])
             kv = functional.linear(hidden, self._weight, self._bias)
             ops.write_context_kv(
                 kv.view(-1, *self._kv_shape),

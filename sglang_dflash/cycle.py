@@ -55,7 +55,7 @@ class DecodeCycle:
     @property
     def num_features(self) -> int:
         """F * H, the width of what the drafter's context is made of."""
-        return self._model.fc.in_features
+        return self._model.num_features
 
     def reload_weights(self) -> None:
         """The drafter's weights have changed."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
@@ -52,14 +53,16 @@ class DFlashDecoderLayer(Qwen3DecoderLayer):
 
 
 class DFlashDraftModel(nn.Module):
-    """The block path (`forward`) and the inputs of the context path (`fc`, `hidden_norm`, the layers' k/v weights)."""
+    """The block path (`forward`) and the inputs of the context path (`project_features`, the layers' k/v weights)."""
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
         self.dflash_config = DFlashConfig.from_dict(config.to_dict(), config._name_or_path)
-        num_features = len(self.dflash_config.target_layer_ids)
-        self.fc = nn.Linear(num_features * config.hidden_size, config.hidden_size, bias=False)
+        num_features = len(self.dflash_config.target_layer_ids) * config.hidden_size
+        # Sharded by its inputs and summed over the tensor-parallel ranks: it is half as large as a whole layer of the
+        # target, and reading all of it would take each rank longer than that sum.
+        self.fc = RowParallelLinear(num_features, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix))
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
@@ -86,6 +89,17 @@ class DFlashDraftModel(nn.Module):
         `input_embeds` buffer in its CUDA graphs."""
         rows = self._target_embedding[0](input_ids)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    @property
+    def num_features(self) -> int:
+        """F * H, the width of what the drafter's context is made of."""
+        return self.fc.input_size
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """The input of every layer's k and v projections of the context: [T, F * H] in, [T, H] out."""
+        shard_size = self.fc.input_size_per_partition
+        shard = features[:, self.fc.tp_rank * shard_size :][:, :shard_size]
+        return self.hidden_norm(self.fc(shard)[0])
 
     def get_attention_sliding_window_size(self) -> int | None:
         """In SGLang's terms: the keys to the left of the query."""

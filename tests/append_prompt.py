@@ -43,7 +43,7 @@ def build(folder: str, dtype: torch.dtype, rows: int):
         device=device,
         enable_memory_saver=False,
     )
-    return ContextWriter(model, pool), pool, torch.randn(rows, model.fc.in_features, device=device, dtype=dtype)
+    return ContextWriter(model, pool), pool, torch.randn(rows, model.num_features, device=device, dtype=dtype)
 
 
 def append(writer, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> int | None:
