@@ -151,8 +151,8 @@ def qk_norm_rope_set_kv(bs: int, args: argparse.Namespace) -> Case:
         torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens],
         *torch.zeros(2, 2 * num_tokens, KV_HEADS, HEAD_DIM, dtype=qkv.dtype, device=DEVICE),
     )
-    # Queries and keys are read and written, values read; keys and values are written once more.
-    heads = 2 * Q_HEADS + 5 * KV_HEADS
+    # Everything is read and written, keys and values twice.
+    heads = 2 * Q_HEADS + 6 * KV_HEADS
     return Case(arguments, num_tokens * (heads * HEAD_DIM * qkv.itemsize + 4 * HEAD_DIM + 2 * 8))
 
 

@@ -1,7 +1,7 @@
 """Qwen3's attention of blocks, with q_norm, k_norm, RoPE and the KV write in one launch instead of three.
 
-A block has few rows, so that in most layers of the target and in all of the drafter those launches cost more than what
-they move.
+A block has few rows, so that those launches cost more than what they move. FlashInfer and Triton also copy queries or
+keys and values that are not contiguous, as parts of a projection's output are; here they come out contiguous.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def forward(
         _log_obstacle(obstacle)
         return original(attention, positions, hidden_states, forward_batch)
     qkv, _ = attention.qkv_proj(hidden_states)
-    ops.qk_norm_rope_set_kv(
+    q, k, v = ops.qk_norm_rope_set_kv(
         qkv,
         attention.q_norm.weight,
         attention.k_norm.weight,
@@ -44,7 +44,6 @@ def forward(
         forward_batch.out_cache_loc,
         *pool.get_kv_buffer(attention.attn.layer_id),
     )
-    q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     output, _ = attention.o_proj(attention.attn(q, k, v, forward_batch, save_kv_cache=False))
     return output
 

@@ -29,6 +29,9 @@ def _qk_norm_rope_set_kv_kernel(
     cache_loc,
     k_buffer,
     v_buffer,
+    q_out,
+    k_out,
+    v_out,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -40,14 +43,14 @@ def _qk_norm_rope_set_kv_kernel(
     dim = tl.arange(0, PADDED_HALF)[None, :]
     in_half = dim < HALF
     valid = (head < Q_HEADS + KV_HEADS) & in_half
+    is_query = valid & (head < Q_HEADS)
     is_key = valid & (head >= Q_HEADS)
 
-    # Every load comes before the first store, so that none waits for another. Queries and keys lie side by side.
-    low_at = qkv + token * qkv_stride + head * 2 * HALF + dim
-    high_at = low_at + HALF
-    value_at = low_at + KV_HEADS * 2 * HALF
-    low = tl.load(low_at, mask=valid, other=0.0).to(tl.float32)
-    high = tl.load(high_at, mask=valid, other=0.0).to(tl.float32)
+    # Queries and keys lie side by side. Every load comes before the first store, so that none waits for another.
+    at = qkv + token * qkv_stride + head * 2 * HALF + dim
+    value_at = at + KV_HEADS * 2 * HALF
+    low = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=valid, other=0.0).to(tl.float32)
     value_low = tl.load(value_at, mask=is_key)
     value_high = tl.load(value_at + HALF, mask=is_key)
     angles = cos_sin_cache + tl.load(positions + token).to(tl.int64) * 2 * HALF + dim
@@ -63,9 +66,14 @@ def _qk_norm_rope_set_kv_kernel(
 
     rotated_low = (low * cos - high * sin).to(qkv.dtype.element_ty)
     rotated_high = (high * cos + low * sin).to(qkv.dtype.element_ty)
-    tl.store(low_at, rotated_low, mask=valid)
-    tl.store(high_at, rotated_high, mask=valid)
-
+    q_at = (token * Q_HEADS + head) * 2 * HALF + dim
+    tl.store(q_out + q_at, rotated_low, mask=is_query)
+    tl.store(q_out + q_at + HALF, rotated_high, mask=is_query)
+    kv_at = (token * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
+    tl.store(k_out + kv_at, rotated_low, mask=is_key)
+    tl.store(k_out + kv_at + HALF, rotated_high, mask=is_key)
+    tl.store(v_out + kv_at, value_low, mask=is_key)
+    tl.store(v_out + kv_at + HALF, value_high, mask=is_key)
     stored_at = (slot * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
     tl.store(k_buffer + stored_at, rotated_low, mask=is_key)
     tl.store(k_buffer + stored_at + HALF, rotated_high, mask=is_key)
@@ -83,15 +91,16 @@ def qk_norm_rope_set_kv(
     cache_loc: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sglang_dflash.reference.qk_norm_rope_set_kv.qk_norm_rope_set_kv`."""
     num_tokens, width = qkv.shape
     kv_heads, head_dim = k_buffer.shape[1:]
     q_heads = width // head_dim - 2 * kv_heads
     assert qkv.stride(1) == 1 and k_buffer.is_contiguous() and v_buffer.is_contiguous()
     assert k_buffer.dtype == v_buffer.dtype == qkv.dtype
+    out = tuple(qkv.new_empty((num_tokens, heads * head_dim)) for heads in (q_heads, kv_heads, kv_heads))
     if not num_tokens:
-        return
+        return out
     _qk_norm_rope_set_kv_kernel[(num_tokens, triton.cdiv(q_heads + kv_heads, _HEADS))](
         qkv,
         qkv.stride(0),
@@ -103,6 +112,7 @@ def qk_norm_rope_set_kv(
         cache_loc,
         k_buffer,
         v_buffer,
+        *out,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -110,3 +120,4 @@ def qk_norm_rope_set_kv(
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=_WARPS,
     )
+    return out

@@ -33,12 +33,13 @@ def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, device):
         torch.manual_seed(tokens)
         args.append(random_args(tokens, q_heads, kv_heads, head_dim, dtype, device))
     got, want = args
-    qk_norm_rope_set_kv(*got)
-    reference(*want)
+    outputs = qk_norm_rope_set_kv(*got), reference(*want)
+    assert all(out.is_contiguous() for side in outputs for out in side)
     # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or head is
     # far outside of either bound.
     bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-6
-    for mine, theirs in zip((got[0], *got[-2:]), (want[0], *want[-2:])):
+    for mine, theirs in zip((*outputs[0], *got[-2:]), (*outputs[1], *want[-2:]), strict=True):
+        assert mine.shape == theirs.shape
         assert torch.equal(mine.isnan(), theirs.isnan())
         mine, theirs = mine.double().nan_to_num(), theirs.double().nan_to_num()
         assert (mine - theirs).norm() <= bound * theirs.norm()
@@ -52,14 +53,14 @@ def test_queries_and_keys_have_their_own_norms_and_turn_alike(apply, device):
     k_buffer, v_buffer = torch.zeros(2, SLOTS, 1, 64, device=device)
     q_weight, k_weight = torch.full((64,), 2.0, device=device), torch.full((64,), 3.0, device=device)
     positions, slots = torch.tensor([0, 5, 10, 15], device=device), torch.tensor([7, 1, 9, 4], device=device)
-    apply(rows, q_weight, k_weight, 0.0, rope_cache(20, 64, device), positions, slots, k_buffer, v_buffer)
-    turned_q, turned_k = rows[:, :64], rows[:, 64:128]
+    angles = rope_cache(20, 64, device)
+    turned_q, turned_k, values = apply(rows, q_weight, k_weight, 0.0, angles, positions, slots, k_buffer, v_buffer)
     torch.testing.assert_close(turned_q[0], 2 * q / q.square().mean().sqrt())
     torch.testing.assert_close(turned_k[0], 3 * k / k.square().mean().sqrt())
     products = (turned_q[1:] * turned_k[:-1]).sum(-1)
     torch.testing.assert_close(products, products[:1].expand(3), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(turned_q[1], turned_q[0], atol=0.1)
     assert torch.equal(k_buffer[slots, 0], turned_k)
-    assert torch.equal(v_buffer[slots, 0], v.expand(4, 64))
+    assert torch.equal(v_buffer[slots, 0], values) and torch.equal(values, v.expand(4, 64))
     k_buffer[slots] = v_buffer[slots] = 0
     assert not k_buffer.any() and not v_buffer.any()
