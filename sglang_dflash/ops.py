@@ -12,6 +12,7 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.prepare_block import prepare_block
     from sglang_dflash.kernels.read_clock import read_clock
     from sglang_dflash.kernels.row_max import row_max
+    from sglang_dflash.kernels.sample_rows import sample_rows
     from sglang_dflash.kernels.split_kv import split_kv
     from sglang_dflash.kernels.write_context_kv import write_context_kv
 else:
@@ -22,6 +23,7 @@ else:
     from sglang_dflash.reference.prepare_block import prepare_block
     from sglang_dflash.reference.read_clock import read_clock
     from sglang_dflash.reference.row_max import row_max
+    from sglang_dflash.reference.sample_rows import sample_rows
     from sglang_dflash.reference.split_kv import split_kv
     from sglang_dflash.reference.write_context_kv import write_context_kv
 
@@ -33,6 +35,7 @@ __all__ = [
     "prepare_block",
     "read_clock",
     "row_max",
+    "sample_rows",
     "split_kv",
     "write_context_kv",
 ]
