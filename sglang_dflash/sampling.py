@@ -27,9 +27,17 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.penalties import Penalties, are_penalised
+from sglang_dflash.reference.sample_rows import DrawParameters
 
 # Samplers of DFLASH targets: see `sample_by_row`.
 _samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
+
+
+def draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
+    """Of the requests of a plain batch; None: all are greedy."""
+    if info.is_all_greedy:
+        return None
+    return DrawParameters(info.temperatures.view(-1), info.top_ks, info.top_ps, info.min_ps)
 
 
 class BlockSampler:

@@ -22,7 +22,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -40,8 +39,7 @@ from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
-from sglang_dflash.reference.sample_rows import DrawParameters
-from sglang_dflash.sampling import BlockSampler
+from sglang_dflash.sampling import BlockSampler, draw_parameters
 from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
 from sglang_dflash.weights import differences
@@ -228,7 +226,7 @@ class DFlashWorker(BaseSpecWorker):
             batch.req_pool_indices,
             self.req_to_token_pool.req_to_token,
             self._mask_token_id,
-            _draw_parameters(batch.sampling_info) if is_plain else None,
+            draw_parameters(batch.sampling_info) if is_plain else None,
             self._seeds.getrandbits(63),
             block,
         )
@@ -311,10 +309,3 @@ class DFlashWorker(BaseSpecWorker):
         else:
             kv_lens = draft_input.reserved_seq_lens_cpu
         return kv_lens, int(kv_lens.sum())
-
-
-def _draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
-    """None: all are greedy."""
-    if info.is_all_greedy:
-        return None
-    return DrawParameters(info.temperatures.view(-1), info.top_ks, info.top_ps, info.min_ps)

@@ -163,6 +163,21 @@ def test_distribution(name, implementation, device):
     assert p_value(tokens.bincount(minlength=len(LOGITS)), expected) > 1e-3
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["unfiltered", "top_p"])
+def test_distribution_over_a_large_vocabulary(name, implementation, device):
+    """The same tokens, far from each other, and nothing else."""
+    launches, n = 4, NUM_DRAWS[device]
+    places = torch.arange(len(LOGITS), device=device) * 1229
+    logits = torch.full((int(places[-1]) + 7,), float("-inf"), device=device)
+    logits[places] = torch.tensor(LOGITS, device=device)
+    parameters = parameters_of(SETTINGS[name], device=device)
+    rows = logits.expand(n // launches, -1)
+    tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
+    expected = n * allowed_distribution(logits[None], parameters)[0]
+    assert p_value(tokens.bincount(minlength=len(logits)), expected) > 1e-3
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("top_k splits a tie", 6), ("top_p splits a tie", 6), ("top_p", 3)])
 def test_ties_are_allowed_together(name, tokens, device):
     kept = allowed_distribution(torch.tensor([LOGITS], device=device), parameters_of(SETTINGS[name], device=device))
