@@ -69,7 +69,8 @@ class BlockSampler:
             return False
         if info.is_all_greedy:
             return True
-        # With all three filters in a batch, SGLang applies one after the other, top_p to what top_k has left.
+        # With all three filters in a batch, SGLang applies one after the other, top_p to what top_k has left. A greedy
+        # request is one with top_k.
         has_joint_filters = not (info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling)
         return (
             self._has_plain_rules

@@ -87,9 +87,8 @@ def prepare_block(
     out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
     out_cache_loc[bs:] = 0
     block.seed.fill_(seed)
-    num_drawn = 0 if parameters is None else bs
-    for name, padding in vars(DrawParameters.greedy(1, seq_lens.device)).items():
-        buffer = getattr(block.parameters, name)
-        if num_drawn:
-            buffer[:num_drawn] = getattr(parameters, name)
-        buffer[num_drawn:] = padding
+    for name, greedy in vars(DrawParameters.greedy(1, seq_lens.device)).items():
+        values = getattr(block.parameters, name)
+        values[:] = greedy
+        if parameters is not None:
+            values[:bs] = getattr(parameters, name)
