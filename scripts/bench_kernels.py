@@ -32,6 +32,7 @@ from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
 from sglang_dflash.reference.prepare_block import Block
+from sglang_dflash.reference.sample_rows import DrawParameters
 from sglang_dflash.reference.split_kv import KVSplit
 from sglang_dflash.reference.write_context_kv import KVBuffers
 
@@ -68,8 +69,8 @@ def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.
 def prepare_block(bs: int, args: argparse.Namespace) -> Case:
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     block = Block.empty(bs, BLOCK_SIZE, DEVICE)
-    arguments = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1, block)
-    return Case(arguments, bs * (5 * 8 + BLOCK_SIZE * (4 + 3 * 8)))
+    inputs = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1)
+    return Case((*inputs, None, 0, block), bs * (5 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
 
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
@@ -84,6 +85,22 @@ def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
 def row_max(bs: int, args: argparse.Namespace) -> Case:
     values = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE).bfloat16()
     return Case((values,), values.nbytes + bs * BLOCK_SIZE * (values.itemsize + 8))
+
+
+def sample_rows(bs: int, args: argparse.Namespace) -> Case:
+    """Of a confident model, whose draws are certain but have to be computed and then checked."""
+    logits = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE).bfloat16()
+    best = integers(args.vocab, bs * BLOCK_SIZE)
+    maxima = torch.full_like(logits[:, 0], 60.0)
+    logits.scatter_(1, best[:, None], maxima[:, None])
+    parameters = DrawParameters(
+        torch.full((bs,), 0.7, device=DEVICE),
+        torch.full((bs,), 20, dtype=torch.int32, device=DEVICE),
+        torch.full((bs,), 0.8, device=DEVICE),
+        torch.zeros(bs, device=DEVICE),
+    )
+    arguments = (logits, maxima, torch.full_like(best, -1), parameters, integers(2**62, 1))
+    return Case(arguments, logits.nbytes + bs * (BLOCK_SIZE * (maxima.itemsize + 8) + 4 * 4))
 
 
 def apply_penalties(bs: int, args: argparse.Namespace) -> Case:
@@ -178,6 +195,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     split_kv,
     qk_norm_rope_set_kv,
     write_context_kv,
+    sample_rows,
     apply_penalties,
 ]
 

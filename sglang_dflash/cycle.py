@@ -23,6 +23,7 @@ from sglang_dflash.context import ContextWriter
 from sglang_dflash.draft_head import DraftHead
 from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.info import DFlashVerifyInput
+from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.simulate import SimulatedAcceptance
 
 
@@ -98,9 +99,15 @@ class DecodeCycle:
         block = batch.input_ids.view(-1, self.block_size)
         return block.copy_(self._head(block, output.hidden_states))
 
-    def accept_argmax(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> Acceptance:
-        """Accept what the target's argmax agrees with."""
-        _, tokens = ops.row_max(output.next_token_logits)
+    def accept_plain(self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block) -> Acceptance:
+        """Accept what the target's tokens agree with: the argmax of its untouched logits, and of sampled requests a
+        draw from their distribution.
+
+        Args:
+            block: of the same requests; its `parameters` and `seed` are read.
+        """
+        maxima, tokens = ops.row_max(output.next_token_logits)
+        ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
         return self.accept(batch, tokens.view(-1, self.block_size))
 
     def accept(self, batch: ForwardBatch, target_tokens: torch.Tensor) -> Acceptance:

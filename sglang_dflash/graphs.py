@@ -24,8 +24,9 @@ from sglang_dflash.fa3_blocks import shared_schedules
 from sglang_dflash.info import DFlashVerifyInput
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.reference.prepare_block import Block
+from sglang_dflash.reference.sample_rows import DrawParameters
 
-# A graph's buffers that every target has: those of :class:`Block`, and others that it may leave unused.
+# SGLang's buffers of a graph that every target has: those in :class:`Block`, and others that it may leave unused.
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
 _COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 
@@ -37,7 +38,7 @@ class _Captured:
     Attributes:
         batch: of the graph's static buffers.
         has_drafted: recorded inside the graph, when the block is on the CPU, before the target has verified it.
-        accepted: by the argmax of the target's untouched logits; the drafter's context has these rows.
+        accepted: by the target's plain tokens (`DecodeCycle.accept_plain`); the drafter's context has these rows.
     """
 
     batch: ForwardBatch
@@ -70,6 +71,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     # --- capture ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
+        # Of the requests of the largest graph; greedy while graphs are captured.
+        self._parameters = DrawParameters.greedy(self.max_bs, self.device)
+        self._seed = torch.zeros(1, dtype=torch.int64, device=self.device)
         # SGLang has given its own backend its buffers by now.
         self._cycle.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
         super().capture()
@@ -110,7 +114,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         clock.mark(DRAFTED)
         self._target_plan.record(batch)
         output = forward(input_ids, positions, batch, **kwargs)
-        accepted = cycle.accept_argmax(batch, output)
+        accepted = cycle.accept_plain(batch, output, self.block(batch.batch_size))
         clock.mark(VERIFIED)
         cycle.append(batch, output, accepted)
         clock.mark(APPENDED)
@@ -126,7 +130,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             return None
         buffers = self.buffers
         block = Block(
-            buffers.input_ids, buffers.positions, buffers.out_cache_loc, buffers.req_pool_indices, buffers.seq_lens
+            buffers.input_ids,
+            buffers.positions,
+            buffers.out_cache_loc,
+            buffers.req_pool_indices,
+            buffers.seq_lens,
+            self._parameters,
+            self._seed,
         )
         return block.take(self._pad_to_bucket(bs, self.capture_bs), self._cycle.block_size)
 

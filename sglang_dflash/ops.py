@@ -13,6 +13,7 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.kernels.read_clock import read_clock
     from sglang_dflash.kernels.row_max import row_max
+    from sglang_dflash.kernels.sample_rows import sample_rows
     from sglang_dflash.kernels.split_kv import split_kv
     from sglang_dflash.kernels.write_context_kv import write_context_kv
 else:
@@ -24,6 +25,7 @@ else:
     from sglang_dflash.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.reference.read_clock import read_clock
     from sglang_dflash.reference.row_max import row_max
+    from sglang_dflash.reference.sample_rows import sample_rows
     from sglang_dflash.reference.split_kv import split_kv
     from sglang_dflash.reference.write_context_kv import write_context_kv
 
@@ -36,6 +38,7 @@ __all__ = [
     "qk_norm_rope_set_kv",
     "read_clock",
     "row_max",
+    "sample_rows",
     "split_kv",
     "write_context_kv",
 ]

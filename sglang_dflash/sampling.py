@@ -1,8 +1,10 @@
 """The target's token after each row of a block, as SGLang would have chosen it one token at a time.
 
-A row's logits go through everything that SGLang applies before it chooses, in SGLang's order, and then through
-SGLang's own sampler. What depends on the tokens before a row sees those of the block too. The draft is a point mass,
-so comparing it with the sampled tokens is exact rejection sampling (see `reference.accept_prefix`).
+Where all that a batch asks for is the argmax of the untouched logits, or a draw from their softmax and its filters, the
+cycle chooses by itself (`DecodeCycle.accept_plain`), inside its CUDA graph. Other batches are chosen for here: a row's
+logits go through everything that SGLang applies before it chooses, in SGLang's order, and then through SGLang's own
+sampler. What depends on the tokens before a row sees those of the block too. The draft is a point mass, so comparing it
+with the sampled tokens is exact rejection sampling (see `reference.accept_prefix`).
 Shapes: bs requests, B rows of a block, V tokens.
 """
 
@@ -18,28 +20,24 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.penalties import Penalties, are_penalised
+from sglang_dflash.reference.sample_rows import DrawParameters
 
 # Samplers of DFLASH targets: see `sample_by_row`.
 _samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
 
 
-def takes_argmax(batch: ScheduleBatch) -> bool:
-    """Whether the argmax of the target's untouched logits is all that every request of a batch asks for."""
-    info = batch.sampling_info
-    return (
-        info.is_all_greedy
-        and not batch.has_grammar
-        and not batch.return_logprob
-        and not are_penalised(info)
-        and info.logit_bias is None
-        and not info.has_custom_logit_processor
-    )
+def draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
+    """Of the requests of a plain batch; None: all are greedy."""
+    if info.is_all_greedy:
+        return None
+    return DrawParameters(info.temperatures.view(-1), info.top_ks, info.top_ps, info.min_ps)
 
 
 class BlockSampler:
@@ -48,9 +46,38 @@ class BlockSampler:
     def __init__(self, target_runner: ModelRunner, tp_group: GroupCoordinator) -> None:
         self._sampler = target_runner.sampler
         self._tp_group = tp_group
+        # Whether SGLang draws unseeded tokens by the rules of `reference.sample_rows.allowed_distribution`.
+        self._has_plain_rules = (
+            type(self._sampler) is Sampler
+            and get_exec().kernel.sampling_backend == "flashinfer"
+            and self._sampler.rl_on_policy_target is None
+        )
         _samplers.add(self._sampler)
         num_slots = target_runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
+
+    def is_plain(self, batch: ScheduleBatch) -> bool:
+        """Whether `DecodeCycle.accept_plain` chooses what every request of a batch asks for."""
+        info = batch.sampling_info
+        if (
+            batch.has_grammar
+            or batch.return_logprob
+            or are_penalised(info)
+            or info.logit_bias is not None
+            or info.has_custom_logit_processor
+        ):
+            return False
+        if info.is_all_greedy:
+            return True
+        # With all three filters in a batch, SGLang applies one after the other, top_p to what top_k has left. A greedy
+        # request is one with top_k.
+        has_joint_filters = not (info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling)
+        return (
+            self._has_plain_rules
+            and has_joint_filters
+            and info.sampling_seed is None
+            and not any(info.return_sampling_masks or [])
+        )
 
     def begin_prefill(self, batch: ScheduleBatch) -> None:
         if are_penalised(batch.sampling_info):

@@ -1,11 +1,13 @@
 """Keeps the target's verification logits in the model's dtype.
 
-SGLang widens logits to float32 before sampling. Verification has B rows per request and takes an argmax, which the
-wider copy cannot change: for a vocabulary of 152k and 32 requests of 16 rows the copy moves 470 MB per cycle.
+SGLang widens logits to float32 before sampling. Verification has B rows per request. It takes an argmax, which a copy
+cannot change, or draws with a kernel that widens what it has read (`kernels.sample_rows`); `BlockSampler` makes the
+copy where it needs one. For a vocabulary of 152k and 32 requests of 16 rows it moves 470 MB per cycle.
 
-Tensor-parallel ranks each take that argmax, on the same bits, so nothing has to be broadcast. Whatever rounding their
-forwards differ by, a column of the logits is computed by one rank only, and the others get a copy (SGLang gathers them
-in `LogitsProcessor._get_logits`, before this); the block that it is compared with is one rank's answer as well
+Tensor-parallel ranks each choose their tokens, on the same bits and with the same random numbers, which follow from a
+seed that all ranks have (`DFlashWorker`), so nothing has to be broadcast. Whatever rounding their forwards differ by, a
+column of the logits is computed by one rank only, and the others get a copy (SGLang gathers them in
+`LogitsProcessor._get_logits`, before this); the block that it is compared with is one rank's answer as well
 (`DraftHead`). Where a difference may matter is in the text: another number of ranks sums in another order.
 """
 

@@ -7,6 +7,7 @@ Shapes: bs requests, B rows of a block, T tokens.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
-from sglang_dflash.sampling import BlockSampler, takes_argmax
+from sglang_dflash.sampling import BlockSampler, draw_parameters
 from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
 from sglang_dflash.weights import differences
@@ -65,6 +66,8 @@ class DFlashWorker(BaseSpecWorker):
         keep_model_dtype(target_model)
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
+        # Equal on all tensor-parallel ranks, which run the same cycles.
+        self._seeds = random.Random(target_worker.random_seed)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
 
     # --- set-up, in the order in which the scheduler calls it -------------------------------------------------------
@@ -166,7 +169,8 @@ class DFlashWorker(BaseSpecWorker):
         cycle.begin()
 
         # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
-        forward_batch, can_replay = self._block_batch(batch)
+        is_plain = self._sampler.is_plain(batch)
+        block, forward_batch, can_replay = self._block_batch(batch, is_plain)
 
         # 2. Draft the block and verify it as a causal chain, in one replay.
         grammar_tree = None
@@ -183,12 +187,11 @@ class DFlashWorker(BaseSpecWorker):
             output = self._verify(forward_batch)
         assert output.can_run_cuda_graph == can_replay
 
-        # 3. Accept a prefix of it, and append its rows to the drafter's context: the replay has, if the argmax decides.
-        is_argmax = takes_argmax(batch)
-        if can_replay and is_argmax:
+        # 3. Accept a prefix of it, and append its rows to the drafter's context: of a plain batch the replay has.
+        if can_replay and is_plain:
             accepted = self._graphs.accepted()
-        elif is_argmax:
-            accepted = cycle.accept_argmax(forward_batch, output.logits_output)
+        elif is_plain:
+            accepted = cycle.accept_plain(forward_batch, output.logits_output, block)
         else:
             block_tokens = forward_batch.input_ids.view(bs, self.block_size)
             target_tokens = self._sampler(
@@ -199,7 +202,7 @@ class DFlashWorker(BaseSpecWorker):
         # 4. Publish: the scheduler prepares the next cycle.
         if on_publish is not None:
             on_publish(accepted.new_seq_lens)
-        if not (can_replay and is_argmax):
+        if not (can_replay and is_plain):
             clock.mark(VERIFIED)
             cycle.append(forward_batch, output.logits_output, accepted)
             clock.mark(APPENDED)
@@ -210,8 +213,9 @@ class DFlashWorker(BaseSpecWorker):
         output.logits_output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
         return self._result(accepted, output)
 
-    def _block_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, bool]:
-        """A TARGET_VERIFY batch of `[bonus, mask x (B - 1)]` blocks, and whether a graph can be replayed for it."""
+    def _block_batch(self, batch: ScheduleBatch, is_plain: bool) -> tuple[Block, ForwardBatch, bool]:
+        """The `[bonus, mask x (B - 1)]` blocks of a batch, a TARGET_VERIFY batch of them, and whether a graph can be
+        replayed for it."""
         draft_input: DFlashDraftInput = batch.spec_info
         bs = batch.batch_size()
         static = None if self._graphs is None else self._graphs.block(bs)
@@ -222,6 +226,8 @@ class DFlashWorker(BaseSpecWorker):
             batch.req_pool_indices,
             self.req_to_token_pool.req_to_token,
             self._mask_token_id,
+            draw_parameters(batch.sampling_info) if is_plain else None,
+            self._seeds.getrandbits(63),
             block,
         )
         block = block.take(bs, self.block_size)
@@ -242,7 +248,7 @@ class DFlashWorker(BaseSpecWorker):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
-        return forward_batch, static is not None and self._graphs.can_run_graph(forward_batch)
+        return block, forward_batch, static is not None and self._graphs.can_run_graph(forward_batch)
 
     def _verify(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
         return self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.reference.sample_rows import DrawParameters
+
 
 @dataclass(frozen=True)
 class Block:
-    """What a decode cycle of P requests reads, in memory that a CUDA graph may own. All int64.
+    """What a decode cycle of P requests reads, in memory that a CUDA graph may own; int64 but for the parameters.
 
     Attributes:
         input_ids: [P * B], the bonus token and B - 1 mask tokens of each request.
@@ -17,6 +19,8 @@ class Block:
         out_cache_loc: [P * B], the KV slots of those positions.
         req_pool_indices: [P], rows of `req_to_token`.
         seq_lens: [P], committed tokens that have KV; the bonus token's position.
+        parameters: how the target's tokens are drawn.
+        seed: [1], of those draws.
     """
 
     input_ids: torch.Tensor
@@ -24,12 +28,15 @@ class Block:
     out_cache_loc: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
+    parameters: DrawParameters
+    seed: torch.Tensor
 
     @classmethod
     def empty(cls, bs: int, block_size: int, device: torch.device) -> Block:
         rows = torch.empty((3, bs * block_size), dtype=torch.int64, device=device)
         requests = torch.empty((2, bs), dtype=torch.int64, device=device)
-        return cls(*rows.unbind(), *requests.unbind())
+        seed = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), seed)
 
     def take(self, bs: int, block_size: int) -> Block:
         """Views of the first `bs` requests."""
@@ -40,6 +47,8 @@ class Block:
             self.out_cache_loc[rows],
             self.req_pool_indices[:bs],
             self.seq_lens[:bs],
+            self.parameters.take(bs),
+            self.seed,
         )
 
 
@@ -49,16 +58,20 @@ def prepare_block(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     mask_token_id: int,
+    parameters: DrawParameters | None,
+    seed: int,
     block: Block,
 ) -> None:
-    """Lay out `[bonus, mask x (B - 1)]` for every request.
+    """Lay out `[bonus, mask x (B - 1)]` for every request, and how its tokens are to be drawn.
 
     Args:
         bonus_tokens: [bs] int64, the last committed token, whose target KV does not exist yet.
         seq_lens: [bs] int64.
         req_pool_indices: [bs] int64.
         req_to_token: [rows, width] int32, KV slot of every position of every request.
-        block: written, of P >= bs requests; those behind the first bs become requests of one token, in row 0 of
+        parameters: of the bs requests; None: all are greedy.
+        seed: of the cycle, below 2**63.
+        block: written, of P >= bs requests; those behind the first bs become greedy requests of one token, in row 0 of
             `req_to_token` and slot 0 of the KV, which SGLang keeps for padding.
     """
     bs, padded_bs = bonus_tokens.shape[0], block.seq_lens.shape[0]
@@ -73,3 +86,9 @@ def prepare_block(
     torch.add(block.seq_lens[:, None], torch.arange(positions.shape[1], device=seq_lens.device), out=positions)
     out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
     out_cache_loc[bs:] = 0
+    block.seed.fill_(seed)
+    for name, greedy in vars(DrawParameters.greedy(1, seq_lens.device)).items():
+        values = getattr(block.parameters, name)
+        values[:] = greedy
+        if parameters is not None:
+            values[:bs] = getattr(parameters, name)

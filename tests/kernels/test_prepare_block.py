@@ -4,34 +4,51 @@ import torch
 from sglang_dflash.kernels.prepare_block import prepare_block
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.reference.prepare_block import prepare_block as reference
+from sglang_dflash.reference.sample_rows import DrawParameters
 
 
+@pytest.mark.parametrize("is_greedy", [False, True])
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("bs", [0, 1, 3, 33])
 @pytest.mark.parametrize("block_size", [2, 8, 10, 16])
-def test_matches_reference(bs, block_size, padding, device):
+def test_matches_reference(bs, block_size, padding, is_greedy, device):
     width = 97
     req_to_token = torch.randint(0, 10**6, (bs + 2, width), dtype=torch.int32, device=device)
     # A view with a row stride of its own, as a slice of a larger pool would be.
     req_to_token = torch.cat([req_to_token, req_to_token], dim=1)[:, :width]
+    parameters = DrawParameters(
+        torch.rand(bs, device=device),
+        torch.randint(0, 9, (bs,), dtype=torch.int32, device=device),
+        *torch.rand(2, bs, device=device),
+    )
     args = (
         torch.randint(0, 150000, (bs,), device=device),
         torch.randint(0, width - block_size + 1, (bs,), device=device),
         torch.randperm(bs + 2, device=device)[:bs],
         req_to_token,
         151669,
+        None if is_greedy else parameters,
+        2**62 + 12345,
     )
     got, want = (Block.empty(bs + padding, block_size, device) for _ in range(2))
+    for block in (got, want):
+        # What the last cycle left behind.
+        for tensor in (block.seed, *vars(block.parameters).values()):
+            tensor.fill_(77)
     prepare_block(*args, got)
     reference(*args, want)
-    torch.testing.assert_close(vars(got), vars(want), rtol=0, atol=0)
+    torch.testing.assert_close(tensors(got), tensors(want), rtol=0, atol=0)
+
+
+def tensors(block: Block) -> dict:
+    return vars(block) | {"parameters": vars(block.parameters)}
 
 
 def test_last_positions_of_a_row_stay_in_the_row(device):
     req_to_token = torch.arange(3 * 20, dtype=torch.int32, device=device).view(3, 20)
     bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
     block = Block.empty(1, 8, device)
-    prepare_block(bonus, seq_lens, rows, req_to_token, 5, block)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, block)
     assert block.input_ids.tolist() == [7] + [5] * 7
     assert block.positions.tolist() == list(range(12, 20))
     assert block.out_cache_loc.tolist() == list(range(32, 40))
@@ -42,6 +59,22 @@ def test_padding_is_harmless(device):
     req_to_token = torch.full((3, 20), 9, dtype=torch.int32, device=device)
     block = Block.empty(2, 4, device)
     bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
-    prepare_block(bonus, seq_lens, rows, req_to_token, 5, block)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, block)
     assert block.seq_lens.tolist() == [12, 1] and block.req_pool_indices.tolist() == [1, 0]
     assert block.out_cache_loc.tolist() == [9] * 4 + [0] * 4
+
+
+def test_requests_are_drawn_as_they_ask_and_padding_is_greedy(device):
+    req_to_token = torch.zeros((2, 20), dtype=torch.int32, device=device)
+    bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
+    temperatures, top_ps, min_ps = (torch.tensor([value], device=device) for value in (0.75, 0.25, 0.5))
+    top_ks = torch.tensor([40], dtype=torch.int32, device=device)
+    parameters = DrawParameters(temperatures, top_ks, top_ps, min_ps)
+    block = Block.empty(2, 4, device)
+    for seed in (3, 2**40 + 3):
+        prepare_block(bonus, seq_lens, rows, req_to_token, 5, parameters, seed, block)
+        assert block.seed.tolist() == [seed]
+        values = [values.tolist() for values in vars(block.parameters).values()]
+        assert values == [[0.75, 1.0], [40, 1], [0.25, 1.0], [0.5, 0.0]]
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 4, block)
+    assert block.parameters.top_ks.tolist() == [1, 1]

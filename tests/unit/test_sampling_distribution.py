@@ -1,7 +1,7 @@
 """Sampled continuations have the target's distribution, whatever is drafted.
 
 The target is a table of logits, so the distribution of the first tokens is known exactly; the sampler is SGLang's own,
-behind `BlockSampler` and `accept_prefix`, as in the worker's cycle.
+behind `BlockSampler` and `accept_prefix`, as in the worker's cycle, or the cycle's own, for the batches that it draws.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if not cpu_engine():
 
 from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.layers.sampler import Sampler, create_sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import ops
-from sglang_dflash.sampling import BlockSampler
+from sglang_dflash import ops, sampling
+from sglang_dflash.sampling import BlockSampler, draw_parameters
 from sglang_dflash.tiny_pair import TARGET_DIR
 
 BLOCK_SIZE = 4
@@ -48,35 +48,50 @@ def context(tmp_path_factory):
         yield
 
 
-def continuations(params: dict, bias: float = 0.0) -> torch.Tensor:
-    """[NUM_CONTINUATIONS, NUM_NEW] tokens behind `FIRST`.
-
-    Args:
-        bias: the share of continuations whose first draft token is kept without asking.
-    """
-    torch.manual_seed(0)
-    n = NUM_CONTINUATIONS
+def request(params: dict) -> Req:
     req = Req("rid", "", [0, 1], SamplingParams(max_new_tokens=9, **params))
     req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=STOP)
-    batch = ScheduleBatch(reqs=[req] * n, device="cpu")
+    return req
+
+
+def batch_of(reqs: list[Req]) -> ScheduleBatch:
+    batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB).copy_for_forward()
-    batch.req_pool_indices = torch.arange(n)
-    batch.seq_lens = torch.full((n,), len(req.origin_input_ids))
-    sampler = BlockSampler(
+    return batch
+
+
+def block_sampler(num_slots: int, sampler: Sampler | None = None) -> BlockSampler:
+    return BlockSampler(
         SimpleNamespace(
-            sampler=create_sampler(),
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(n, 0)),
+            sampler=create_sampler() if sampler is None else sampler,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(num_slots, 0)),
             model_config=SimpleNamespace(vocab_size=VOCAB),
             device="cpu",
         ),
         get_tp_group(),
     )
+
+
+def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> torch.Tensor:
+    """[NUM_CONTINUATIONS, NUM_NEW] tokens behind `FIRST`.
+
+    Args:
+        bias: the share of continuations whose first draft token is kept without asking.
+        in_cycle: draw as a cycle does for plain batches.
+    """
+    torch.manual_seed(0)
+    n = NUM_CONTINUATIONS
+    req = request(params)
+    batch = batch_of([req] * n)
+    batch.req_pool_indices = torch.arange(n)
+    batch.seq_lens = torch.full((n,), len(req.origin_input_ids))
+    sampler = block_sampler(n)
     sampler.begin_prefill(batch)
     bonus = torch.full((n,), FIRST)
     sampler.end_prefill(batch, bonus)
     tokens = torch.zeros(n, NUM_NEW + BLOCK_SIZE, dtype=torch.int64)
     rows = torch.arange(BLOCK_SIZE)
-    for _ in range(NUM_NEW):
+    for seed in range(NUM_NEW):
         block = bonus[:, None].repeat(1, BLOCK_SIZE)
         for j in range(1, BLOCK_SIZE):
             by_rank = TABLE.argsort(dim=1, descending=True)[block[:, j - 1]]
@@ -85,7 +100,13 @@ def continuations(params: dict, bias: float = 0.0) -> torch.Tensor:
             block[:, j] = by_rank.gather(1, rank[:, None]).squeeze(1)
         output = LogitsProcessorOutput(next_token_logits=TABLE[block.view(-1)].float())
         positions = (batch.seq_lens[:, None] + rows).view(-1)
-        target = sampler(batch, output, block, positions, None, None)
+        if in_cycle:
+            maxima, target = ops.row_max(output.next_token_logits)
+            parameters = draw_parameters(batch.sampling_info)
+            ops.sample_rows(output.next_token_logits, maxima, target, parameters, torch.tensor([seed]))
+            target = target.view(n, BLOCK_SIZE)
+        else:
+            target = sampler(batch, output, block, positions, None, None)
         target[:, 0] = torch.where(torch.rand(n) < bias, block[:, 1], target[:, 0])
         accepted = ops.accept_prefix(block, target, batch.seq_lens)
         sampler.end_cycle(batch, accepted)
@@ -100,6 +121,87 @@ def test_distribution(name):
     assert p_value(SETTINGS[name], continuations(SETTINGS[name])) > 0.001
 
 
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "penalt" not in name and "bias" not in name])
+def test_distribution_in_the_cycle(name):
+    assert p_value(SETTINGS[name], continuations(SETTINGS[name], in_cycle=True)) > 0.001
+
+
 @pytest.mark.parametrize("name", ["temperature 1", "top_p", "penalties"])
 def test_a_bias_of_one_percent_is_seen(name):
     assert p_value(SETTINGS[name], continuations(SETTINGS[name], bias=0.01)) < 0.001
+
+
+# --- which batches the cycle draws for ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """As on a GPU."""
+    on_gpu = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="flashinfer"))
+    monkeypatch.setattr(sampling, "get_exec", lambda: on_gpu)
+
+
+GREEDY = {"temperature": 0}
+PLAIN = [
+    [GREEDY],
+    [{}],
+    [{"temperature": 0.5}, GREEDY],
+    [{"top_k": 3, "top_p": 0.9}],
+    [{"top_k": 3}, {"min_p": 0.1}],
+    [{"top_p": 0.9}, {"min_p": 0.1}],
+]
+NOT_PLAIN = [
+    [GREEDY | {"frequency_penalty": 0.5}],
+    [{"min_new_tokens": 2}, {}],
+    [{}, {"logit_bias": {"1": 2.0}}],
+    [{"top_k": 3, "top_p": 0.9, "min_p": 0.1}],
+    [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}],
+]
+
+
+@pytest.mark.parametrize("params", PLAIN)
+def test_plain(params, flashinfer):
+    assert block_sampler(1).is_plain(batch_of([request(one) for one in params]))
+
+
+@pytest.mark.parametrize("params", NOT_PLAIN)
+def test_not_plain(params, flashinfer):
+    assert not block_sampler(1).is_plain(batch_of([request(one) for one in params]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sampling_seed", torch.tensor([1])),
+        ("return_sampling_masks", [True]),
+        ("has_custom_logit_processor", True),
+    ],
+)
+def test_what_a_draw_cannot_give_is_not_plain(name, value, flashinfer):
+    batch = batch_of([request({})])
+    setattr(batch.sampling_info, name, value)
+    assert not block_sampler(1).is_plain(batch)
+
+
+@pytest.mark.parametrize("name", ["return_logprob", "has_grammar"])
+@pytest.mark.parametrize("params", [{}, GREEDY])
+def test_what_the_host_has_to_see_is_not_plain(name, params, flashinfer):
+    batch = batch_of([request(params)])
+    setattr(batch, name, True)
+    assert not block_sampler(1).is_plain(batch)
+
+
+def test_another_sampler_draws_for_itself(flashinfer):
+    class Custom(Sampler):
+        pass
+
+    on_policy = Sampler()
+    on_policy.rl_on_policy_target = "fsdp"
+    for sampler in (Custom(), on_policy):
+        assert not block_sampler(1, sampler).is_plain(batch_of([request({})]))
+
+
+def test_other_backends_draw_by_other_rules():
+    sampler = block_sampler(1)
+    assert not sampler.is_plain(batch_of([request({})]))
+    assert sampler.is_plain(batch_of([request(GREEDY)]))

@@ -1,0 +1,146 @@
+"""The target's tokens of sampled requests, drawn without sorting a vocabulary, in one launch.
+
+A row draws from all that min_p leaves, and asks afterwards whether top_k and top_p allow the drawn token, which takes
+the number and the mass of the tokens that are likelier. If they do not, none as likely or less is allowed either: the
+row draws again among the likelier ones, whose mass it has just computed. What is accepted has the distribution of
+`reference.sample_rows.allowed_distribution`.
+Source: the rejection sampling of https://flashinfer.ai/2025/03/10/sampling.html, with one pivot instead of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.reference.sample_rows import DrawParameters
+
+_TILE = 4096
+
+
+@triton.jit
+def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, PADDED_TILES: tl.constexpr):
+    """Of one row, the weights exp((logit - maximum) * rate): for each tile the mass of what is allowed, being at least
+    `least` and above `below`; the mass of the whole row; the number of allowed tokens."""
+    lane = tl.arange(0, TILE)
+    tiles = tl.arange(0, PADDED_TILES)
+    masses = tl.zeros((PADDED_TILES,), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    count = tl.zeros((TILE,), tl.int32)
+    for start in range(0, num_columns, TILE):
+        column = start + lane
+        value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+        weight = tl.where(value > float("-inf"), tl.exp((value - maximum) * rate), 0.0)
+        is_allowed = (value >= least) & (value > below)
+        masses = tl.where(tiles == start // TILE, tl.sum(tl.where(is_allowed, weight, 0.0)), masses)
+        total += weight
+        count += is_allowed.to(tl.int32)
+    return masses, tl.sum(total), tl.sum(count)
+
+
+@triton.jit
+def _draw(logits, num_columns, maximum, rate, least, below, masses, uniform, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """The column where the mass of what is allowed crosses the share `uniform` of its sum; -1 where there is none.
+
+    Sums of floats depend on their order, so the crossing may be missed by a rounding error: then it is the last one.
+    """
+    tiles = tl.arange(0, PADDED)
+    threshold = uniform * tl.sum(masses)
+    has_mass = masses > 0
+    first_tile = tl.min(tl.where(has_mass & (tl.cumsum(masses, 0) > threshold), tiles, PADDED))
+    last_tile = tl.max(tl.where(has_mass, tiles, 0))
+    tile = tl.minimum(first_tile, last_tile)
+    rest = threshold - tl.sum(tl.where(tiles < tile, masses, 0.0))
+
+    column = tile * TILE + tl.arange(0, TILE)
+    value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+    is_allowed = (value >= least) & (value > below)
+    weight = tl.where(is_allowed, tl.exp((value - maximum) * rate), 0.0)
+    has_weight = weight > 0
+    first = tl.min(tl.where(has_weight & (tl.cumsum(weight, 0) > rest), column, num_columns))
+    last = tl.max(tl.where(has_weight, column, -1))
+    return tl.minimum(first, last)
+
+
+@triton.jit
+def _uniform(seed, row, round_index):
+    """Below 1. The generator's counter is the pair of row and round: no two draws of a launch share a number."""
+    zero = round_index * 0
+    bits, _, _, _ = tl.philox(seed, row, round_index, zero, zero)
+    return tl.uint_to_uniform_float(bits)
+
+
+@triton.jit
+def _sample_rows_kernel(
+    logits,
+    row_stride,
+    num_columns,
+    block_size,
+    maxima,
+    tokens,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seed,
+    TILE: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+):
+    row_index = tl.program_id(0)
+    row = row_index.to(tl.int64)
+    request = row // block_size
+    top_k = tl.load(top_ks + request)
+    # Greedy.
+    if top_k <= 1:
+        return
+    top_p = tl.load(top_ps + request)
+    temperature = tl.load(temperatures + request)
+    maximum = tl.load(maxima + row).to(tl.float32)
+    rate = 1.0 / temperature
+    # -inf without min_p.
+    least = maximum + temperature * tl.log(tl.load(min_ps + request))
+    below = tl.full((), float("-inf"), tl.float32)
+    row_logits = logits + row * row_stride
+    row_seed = tl.load(seed)
+    token = tl.full((), -1, tl.int32)
+    round_index = tl.full((), 0, tl.int32)
+    is_filtered = (top_k < num_columns) | (top_p < 1.0)
+    is_open = top_k > 1
+    # Ends: `below` rises to a larger logit every time, and the largest has nothing above it to be rejected for.
+    while is_open:
+        masses, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, PADDED_TILES)
+        # Nothing has been drawn before the first pass.
+        is_accepted = (round_index > 0) & (count < top_k) & ((tl.sum(masses) < top_p * total) | (top_p >= 1.0))
+        if is_accepted == 0:
+            uniform = _uniform(row_seed, row_index, round_index)
+            token = _draw(row_logits, num_columns, maximum, rate, least, below, masses, uniform, TILE, PADDED_TILES)
+            below = tl.load(row_logits + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
+            round_index += 1
+        is_open = (is_accepted == 0) & is_filtered & (token >= 0)
+    # Where the maximum is infinite, there is nothing to draw from.
+    tl.store(tokens + row, token.to(tl.int64), mask=token >= 0)
+
+
+def sample_rows(
+    logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor, parameters: DrawParameters, seed: torch.Tensor
+) -> None:
+    """See :func:`sglang_dflash.reference.sample_rows.sample_rows`."""
+    num_rows, num_columns = logits.shape
+    if num_rows == 0:
+        return
+    _sample_rows_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        num_columns,
+        num_rows // parameters.top_ks.shape[0],
+        maxima,
+        tokens,
+        parameters.temperatures,
+        parameters.top_ks,
+        parameters.top_ps,
+        parameters.min_ps,
+        seed,
+        TILE=_TILE,
+        PADDED_TILES=triton.next_power_of_2(triton.cdiv(num_columns, _TILE)),
+        num_warps=8,
+    )

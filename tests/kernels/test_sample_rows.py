@@ -1,0 +1,205 @@
+import pytest
+import torch
+
+from sglang_dflash.kernels.sample_rows import sample_rows
+from sglang_dflash.reference.row_max import row_max
+from sglang_dflash.reference.sample_rows import DrawParameters, allowed_distribution
+from sglang_dflash.reference.sample_rows import sample_rows as reference
+
+BOTH = pytest.mark.parametrize("implementation", [sample_rows, reference], ids=["kernel", "reference"])
+ALL = 1 << 30
+
+
+def parameters_of(*requests: dict, device: str) -> DrawParameters:
+    """Of requests that give `temperature`, `top_k`, `top_p` and `min_p`, or the values that filter nothing."""
+
+    def tensor(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([request.get(name, default) for request in requests], dtype=dtype, device=device)
+
+    return DrawParameters(
+        tensor("temperature", 1.0, torch.float32),
+        tensor("top_k", ALL, torch.int32),
+        tensor("top_p", 1.0, torch.float32),
+        tensor("min_p", 0.0, torch.float32),
+    )
+
+
+def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed: int = 0) -> torch.Tensor:
+    maxima, tokens = row_max(logits)
+    implementation(logits, maxima, tokens, parameters, torch.tensor([seed], device=logits.device))
+    return tokens
+
+
+def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Pearson's chi-square test of counts; cells that expect less than 10 are one."""
+    if observed[expected == 0].any():
+        return 0.0
+    is_rare = expected < 10
+    observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]]).double()
+    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]]).double()
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1.0, device=statistic.device).double()
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+# --- what may be drawn ----------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("restricted", ["top_k", "top_p", "min_p", "top_k and top_p", "top_k and min_p"])
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [(1, torch.float32), (7, torch.bfloat16), (2049, torch.float16), (4097, torch.float32), (50003, torch.bfloat16)],
+)
+def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, implementation, device):
+    """Of a few likely tokens somewhere in the vocabulary, the filter takes the best three."""
+    generator = torch.Generator().manual_seed(columns)
+    values = 0.3 * torch.randn(columns, generator=generator)
+    values[torch.randperm(columns, generator=generator)[:6]] += 12
+    values = values.to(dtype)
+    # A low precision has ties, which are allowed together.
+    exact = values.double()
+    third = exact.sort(descending=True).values[min(2, columns - 1)]
+    allowed = (exact >= third).nonzero()[:, 0]
+    fourth = exact[exact < third].max() if len(allowed) < columns else third - 1
+    top_k = max(2, int((exact > third).sum()) + 1)
+    top_p = float((exact.softmax(dim=0) * ((exact > third) + 0.5 * (exact == third))).sum())
+    min_p = float(((third + fourth) / 2 - exact.max()).exp())
+    request = {
+        "top_k": {"top_k": top_k},
+        "top_p": {"top_p": top_p},
+        "min_p": {"min_p": min_p},
+        "top_k and top_p": {"top_k": 50, "top_p": top_p},
+        "top_k and min_p": {"top_k": top_k, "min_p": 1e-9},
+    }[restricted]
+    parameters = parameters_of(request, device=device)
+    # All rows are in one place: their stride is 0.
+    logits = values.to(device).expand(35, columns)
+
+    assert allowed_distribution(logits[:1], parameters)[0].nonzero()[:, 0].tolist() == allowed.tolist()
+    assert sorted(set(draw(implementation, logits, parameters).tolist())) == allowed.tolist()
+
+
+@BOTH
+def test_greedy_rows_are_left_alone(implementation, device):
+    logits = torch.randn(12, 300, device=device)
+    greedy = {"top_k": 1, "temperature": 50.0}
+    parameters = parameters_of(greedy, {"temperature": 50.0}, greedy | {"top_k": 0}, device=device)
+    maxima = logits.amax(dim=1)
+    tokens = torch.full((12,), -7, device=device)
+    implementation(logits, maxima, tokens, parameters, torch.tensor([0], device=device))
+    is_sampled = torch.arange(12) // 4 == 1
+    assert tokens[~is_sampled].tolist() == [-7] * 8
+    assert tokens[is_sampled].min() >= 0
+
+
+@BOTH
+def test_each_request_has_its_parameters(implementation, device):
+    """An odd number of rows in strided memory; a draw from one token is no draw."""
+    logits = torch.randn(9, 5000, device=device)[:, :4500]
+    parameters = parameters_of({"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-3}, device=device)
+    assert draw(implementation, logits, parameters).tolist() == logits.argmax(dim=1).tolist()
+
+
+@BOTH
+def test_the_padding_of_a_row_is_never_read(implementation, device):
+    logits = torch.full((3, 4100), 100.0, device=device)[:, :4097]
+    logits[:] = torch.randn(3, 4097, device=device)
+    parameters = parameters_of({"temperature": 50.0}, device=device)
+    tokens = torch.stack([draw(implementation, logits, parameters, seed) for seed in range(20)])
+    assert tokens.max() < 4097
+
+
+@BOTH
+def test_infinities_and_nan(implementation, device):
+    """Whatever a broken model computes, it ends, and the token is one of the vocabulary."""
+    logits = torch.full((4, 5000), float("-inf"), device=device)
+    logits[1] = float("nan")
+    logits[2, 4321] = float("inf")
+    logits[3, [17, 4500]] = 1.0
+    logits[3, 20] = float("nan")
+    for request in ({}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}):
+        seen = [draw(implementation, logits, parameters_of(request, device=device), seed) for seed in range(12)]
+        rows = torch.stack(seen).T.tolist()
+        assert [set(row) for row in rows] == [{0}, {0}, {4321}, {17, 4500}]
+
+
+@BOTH
+def test_no_rows(implementation, device):
+    empty = torch.empty(0, 10, device=device)
+    assert draw(implementation, empty, parameters_of(device=device)).tolist() == []
+
+
+# --- how often ------------------------------------------------------------------------------------------------------
+
+# Triton's interpreter draws a hundred a second.
+NUM_DRAWS = {"cuda": 200_000, "cpu": 600}
+SETTINGS = {
+    "unfiltered": {},
+    "cold": {"temperature": 0.6},
+    "top_k": {"temperature": 1.5, "top_k": 3},
+    "top_k splits a tie": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "top_p splits a tie": {"top_p": 0.7},
+    "min_p": {"temperature": 1.3, "min_p": 0.15},
+    "top_k and top_p": {"temperature": 2.0, "top_k": 7, "top_p": 0.8},
+    "top_k and min_p": {"temperature": 2.0, "top_k": 7, "min_p": 0.3},
+    "top_p and min_p": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.2},
+}
+# Tokens 1, 8 and 4 are the fourth to the sixth of the order; four tokens would be sure to hold the mass of 0.7.
+LOGITS = [0.5, 1.0, 2.25, -3.0, 1.0, 1.75, 0.0, -1.5, 1.0, 1.25, -0.5]
+
+
+@BOTH
+@pytest.mark.parametrize("name", SETTINGS)
+def test_distribution(name, implementation, device):
+    launches, n = 4, NUM_DRAWS[device]
+    logits = torch.tensor(LOGITS, device=device)
+    parameters = parameters_of(SETTINGS[name], device=device)
+    rows = logits.expand(n // launches, -1)
+    tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
+    expected = n * allowed_distribution(logits[None], parameters)[0]
+    assert p_value(tokens.bincount(minlength=len(LOGITS)), expected) > 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["unfiltered", "top_p"])
+def test_distribution_over_a_large_vocabulary(name, implementation, device):
+    """The same tokens, far from each other, and nothing else."""
+    launches, n = 4, NUM_DRAWS[device]
+    places = torch.arange(len(LOGITS), device=device) * 1229
+    logits = torch.full((int(places[-1]) + 7,), float("-inf"), device=device)
+    logits[places] = torch.tensor(LOGITS, device=device)
+    parameters = parameters_of(SETTINGS[name], device=device)
+    rows = logits.expand(n // launches, -1)
+    tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
+    expected = n * allowed_distribution(logits[None], parameters)[0]
+    assert p_value(tokens.bincount(minlength=len(logits)), expected) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("top_k splits a tie", 6), ("top_p splits a tie", 6), ("top_p", 3)])
+def test_ties_are_allowed_together(name, tokens, device):
+    kept = allowed_distribution(torch.tensor([LOGITS], device=device), parameters_of(SETTINGS[name], device=device))
+    assert int((kept > 0).sum()) == tokens
+
+
+@BOTH
+def test_rows_and_seeds_are_independent(implementation, device):
+    """Pairs of draws, of neighbouring rows and of the same row under neighbouring seeds, are distributed as pairs."""
+    n, vocab = NUM_DRAWS[device] // 2, 4
+    logits = torch.zeros(vocab, device=device).expand(n, -1)
+    parameters = parameters_of({"top_k": 3, "temperature": 2.0}, device=device)
+    first, second = (draw(implementation, logits, parameters, seed) for seed in (5, 6))
+    expected = torch.full((vocab**2,), n / vocab**2)
+    for one, other in ((first, second), (first, first.roll(1))):
+        assert p_value((vocab * one + other).bincount(minlength=vocab**2).cpu(), expected) > 1e-3
+
+
+def test_a_seed_repeats_its_draws(device):
+    logits = torch.zeros(50, 5000, device=device)
+    parameters = parameters_of({}, device=device)
+    seeds = (2**62 + 3, 2**62 + 3, 2**62 + 4, 3)
+    first, same, *others = (draw(sample_rows, logits, parameters, seed) for seed in seeds)
+    assert torch.equal(first, same)
+    assert all((first == other).sum() < 3 for other in others)
