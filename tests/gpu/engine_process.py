@@ -26,7 +26,7 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
     request, result = folder / "request.json", folder / "result.json"
     request.write_text(json.dumps({"engine": engine, "calls": calls}))
     command = [sys.executable, __file__, request, result]
-    process = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400)
+    process = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=580)
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(result.read_text())
 

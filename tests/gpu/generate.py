@@ -1,6 +1,6 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
-usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [--varied-lengths] [--draft-window TOKENS]
+usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [--varied-lengths] [--sampled] [--draft-window TOKENS]
     [--kv-cache-dtype DTYPE]
 """
 
@@ -15,12 +15,20 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
 NEW_TOKENS = 128
 
 
-def main(backend: str, draft_backend: str, output: str, varied: bool, window: int | None, kv_cache_dtype: str) -> None:
+def main(
+    backend: str,
+    draft_backend: str,
+    output: str,
+    varied_lengths: bool,
+    sampled: bool,
+    draft_window: int | None,
+    kv_cache_dtype: str,
+) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFTER_DIR),
         "speculative_draft_attention_backend": draft_backend,
-        "speculative_draft_window_size": window,
+        "speculative_draft_window_size": draft_window,
     }
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
@@ -38,9 +46,11 @@ def main(backend: str, draft_backend: str, output: str, varied: bool, window: in
     server_info = engine.get_server_info()["internal_states"][0]
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
+    drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95} if sampled else {}
     sampling = [
         # Requests that end at different times take the running batch through every size.
-        {"temperature": 0, "max_new_tokens": 16 * (1 + i % 8) if varied else NEW_TOKENS, "ignore_eos": True}
+        {"temperature": 0, "max_new_tokens": 16 * (1 + i % 8) if varied_lengths else NEW_TOKENS, "ignore_eos": True}
+        | (drawn if i % 2 else {})
         for i in range(len(prompts))
     ]
     options = {"return_logprob": True, "top_logprobs_num": 2} if draft_backend == "none" else {}
@@ -67,7 +77,7 @@ if __name__ == "__main__":
     for name in ("backend", "draft_backend", "output"):
         parser.add_argument(name)
     parser.add_argument("--varied-lengths", action="store_true")
+    parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft-window", type=int)
     parser.add_argument("--kv-cache-dtype", default="auto")
-    args = parser.parse_args()
-    main(args.backend, args.draft_backend, args.output, args.varied_lengths, args.draft_window, args.kv_cache_dtype)
+    main(**vars(parser.parse_args()))

@@ -90,6 +90,20 @@ def test_host_does_not_wait(backend, tmp_path):
 
 
 @pytest.mark.gpu
+def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
+    """Beside greedy ones; see test_sampling.py for what is drawn."""
+    dflash, cycles = generate_checked(tmp_path, "sync_check", "flashinfer", "flashinfer", "--sampled")
+    assert cycles
+    assert all(cycle["replayed"] and cycle["plain"] for cycle in cycles)
+    for drawn in (False, True):
+        results = dflash["results"][drawn::2]
+        cycles = sum(result["verify_ct"] for result in results)
+        tokens = sum(len(result["output_ids"]) - 1 for result in results)
+        print(f"\n{'sampled' if drawn else 'greedy'}: {tokens / cycles:.3f} tokens per cycle")
+        assert tokens / cycles > 2.5
+
+
+@pytest.mark.gpu
 def test_fp8_kv(tmp_path):
     """Keys and values of target and drafter in a byte each: the text is another one, and drafts fit it as well."""
     dflash = generate(tmp_path, "triton", "triton", "--kv-cache-dtype", "fp8_e4m3")
