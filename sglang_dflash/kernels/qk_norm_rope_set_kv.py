@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # Of one thread block. With a head size of 128, a thread reads 16 bytes of bfloat16 at a time.
 _HEADS, _WARPS = 8, 2
@@ -37,7 +40,11 @@ def _qk_norm_rope_set_kv_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # Launched while the projection still runs, whose output is not there before this.
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, PADDED_HALF)[None, :]
@@ -81,6 +88,12 @@ def _qk_norm_rope_set_kv_kernel(
     tl.store(v_buffer + stored_at + HALF, value_high, mask=is_key)
 
 
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it follows has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def qk_norm_rope_set_kv(
     qkv: torch.Tensor,
     q_norm_weight: torch.Tensor,
@@ -118,6 +131,8 @@ def qk_norm_rope_set_kv(
         HALF=head_dim // 2,
         HEADS=_HEADS,
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        PDL=_has_pdl(qkv.device),
         num_warps=_WARPS,
+        launch_pdl=_has_pdl(qkv.device),
     )
     return out
