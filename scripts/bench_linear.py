@@ -46,6 +46,10 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 12288
 LAYER = ["6144x4096", "4096x4096", "12288x4096 gated", "4096x12288"]
 SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096", "4096x1024", "3072x4096 gated"]
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
+# Of PyTorch; some of cuBLAS's algorithms clear memory first, which costs a CUDA graph more than it costs a stream.
+LIBRARIES = ("cublas", "cublaslt")
+# Of the candidate: with more, multiplication takes longer than weights do.
+MOST_ROWS = 128
 # What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
@@ -317,8 +321,13 @@ def parse(shape: str) -> tuple[int, int, bool]:
     return num_columns, size_k, gated == "gated"
 
 
+def use_library(name: str) -> None:
+    if DEVICE == "cuda":
+        torch.backends.cuda.preferred_blas_library(name)
+
+
 def measure(rows: int, shape: str) -> Iterator[dict]:
-    """cuBLAS first, then every configuration."""
+    """PyTorch's libraries first, then every configuration."""
     num_columns, size_k, is_gated = parse(shape)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if DEVICE == "cuda" else 0
     copies = 1 + 2 * cache // (num_columns * (1 + is_gated) * size_k * 2)
@@ -330,21 +339,24 @@ def measure(rows: int, shape: str) -> Iterator[dict]:
     want = in_torch(x, weights[0], is_gated)
     num_bytes = weights[0].nbytes + x.nbytes + rows * num_columns * x.itemsize
 
-    def row(config: Config | None, us: float) -> dict:
-        tb_s = num_bytes / us / 1e6
-        return {"rows": rows, "shape": shape, "config": config and asdict(config), "us": us, "tb_s": tb_s}
+    def row(library: str, config: Config | None, us: float) -> dict:
+        found = {"rows": rows, "shape": shape, "library": library, "config": config and asdict(config)}
+        return found | {"us": us, "tb_s": num_bytes / us / 1e6}
 
-    def cublas(i: int) -> torch.Tensor:
+    def in_library(i: int) -> torch.Tensor:
         out = functional.linear(x, weights[i])
         return activate(out) if is_gated and DEVICE == "cuda" else out
 
-    yield row(None, microseconds(cublas, copies))
-    for config in CONFIGS:
+    for library in LIBRARIES:
+        use_library(library)
+        yield row(library, None, microseconds(in_library, copies))
+    use_library("default")
+    for config in CONFIGS if rows <= MOST_ROWS else ():
         linear = Linear(config, rows, num_columns, is_gated)
         # A split of nothing is as slow as it is useless.
         if linear.fits and config.splits * config.depth <= size_k:
             check(linear, x, weights[0], want)
-            yield row(config, microseconds(lambda i, linear=linear: linear(x, weights[i]), copies))
+            yield row("ours", config, microseconds(lambda i, linear=linear: linear(x, weights[i]), copies))
 
 
 def measure_layer(rows: int, best: dict[str, Config]) -> dict[str, float]:
@@ -407,16 +419,20 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
         "Weights of N x K, twice as many columns where gated. TB/s are of all bytes, each moved once; ours is the best "
         "configuration.",
         "",
-        "| rows | N x K | cuBLAS, us | TB/s | ours, us | TB/s | ratio | columns, depth, stages, warps, splits, TMA |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rows | N x K | cuBLAS, us | TB/s | cuBLASLt, us | ours, us | TB/s | ratio | columns, depth, stages, warps, "
+        "splits, TMA |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (rows, shape), group in itertools.groupby(measured, lambda row: (row["rows"], row["shape"])):
-        cublas, *ours = group
-        best = min(ours, key=lambda row: row["us"])
-        lines.append(
-            f"| {rows} | {shape} | {cublas['us']:.1f} | {cublas['tb_s']:.2f} | {best['us']:.1f} | {best['tb_s']:.2f} | "
-            f"{cublas['us'] / best['us']:.3f} | {', '.join(str(int(v)) for v in best['config'].values())} |"
-        )
+        cublas, cublaslt, *ours = group
+        line = f"| {rows} | {shape} | {cublas['us']:.1f} | {cublas['tb_s']:.2f} | {cublaslt['us']:.1f} | "
+        if ours:
+            best = min(ours, key=lambda row: row["us"])
+            line += f"{best['us']:.1f} | {best['tb_s']:.2f} | {cublas['us'] / best['us']:.3f} | "
+            line += ", ".join(str(int(value)) for value in best["config"].values())
+        else:
+            line += " | | | "
+        lines.append(f"{line} |")
     for rows, found in layers.items():
         times = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
         lines += ["", f"A layer's GEMMs and norms at {rows} rows, us: {times}."]
@@ -425,7 +441,7 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 128])
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 128, 512])
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--out", type=Path, default=Path("work/linear"), help="without suffix")
     args = parser.parse_args()
@@ -435,7 +451,7 @@ def main() -> None:
         "command": f"{date.today()}: python3 scripts/bench_linear.py {shlex.join(sys.argv[1:])}",
     }
     if DEVICE == "cuda":
-        compile_all(args.rows)
+        compile_all([rows for rows in args.rows if rows <= MOST_ROWS])
     measured, layers = [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -450,8 +466,9 @@ def main() -> None:
         save()
     if DEVICE == "cuda" and set(LAYER) <= set(args.shapes):
         for rows in args.rows:
-            layers[rows] = measure_layer(rows, best_by_shape(measured, rows))
-            save()
+            if rows <= MOST_ROWS:
+                layers[rows] = measure_layer(rows, best_by_shape(measured, rows))
+                save()
     print(Path(f"{args.out}.md").read_text())
 
 
