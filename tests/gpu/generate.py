@@ -1,7 +1,9 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
-usage: generate.py BACKEND DRAFT_BACKEND|none OUTPUT [--varied-lengths] [--sampled] [--draft-window TOKENS]
+usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--varied-lengths] [--sampled] [--draft-window TOKENS]
     [--kv-cache-dtype DTYPE]
+
+DRAFT_BACKEND `none` is no speculation. BACKEND `default` leaves every flag of a server at its default.
 """
 
 import argparse
@@ -27,20 +29,22 @@ def main(
     dflash = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFTER_DIR),
-        "speculative_draft_attention_backend": draft_backend,
+        "speculative_draft_attention_backend": None if draft_backend == "default" else draft_backend,
         "speculative_draft_window_size": draft_window,
+    }
+    flags = {
+        "attention_backend": backend,
+        "kv_cache_dtype": kv_cache_dtype,
+        "max_total_tokens": 60_000,
+        "mem_fraction_static": 0.9,
+        "max_running_requests": 64,
+        "cuda_graph_bs_decode": [1, 2, 4, 8],
+        "disable_prefill_cuda_graph": True,
     }
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
-        dtype="bfloat16",
-        attention_backend=backend,
-        kv_cache_dtype=kv_cache_dtype,
-        max_total_tokens=60_000,
-        mem_fraction_static=0.9,
-        max_running_requests=64,
-        cuda_graph_bs_decode=[1, 2, 4, 8],
-        disable_prefill_cuda_graph=True,
         log_level="warning",
+        **({} if backend == "default" else flags),
         **({} if draft_backend == "none" else dflash),
     )
     server_info = engine.get_server_info()["internal_states"][0]
