@@ -40,7 +40,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 12288
+HIDDEN, HEADS, HEAD_DIM = 4096, 32, 128
 # Columns x K of a layer's qkv, o, gate_up (half its columns, as its activation leaves) and down on one, two and four
 # GPUs; the context's fc and its layers' k and v; lm_head.
 LAYER = ["6144x4096", "4096x4096", "12288x4096 gated", "4096x12288"]
@@ -92,7 +92,36 @@ def _load_weights(weight, descriptor, first_row, column, k, num_columns, size_k,
     if TMA:
         return descriptor.load([tl.cast(first_row, tl.int32), tl.cast(tl.min(k), tl.int32)])
     inside = (column[:, None] < num_columns) & (k[None, :] < size_k)
-    return tl.load(weight + (first_row + tl.arange(0, column.shape[0]))[:, None] * size_k + k[None, :], mask=inside)
+    return tl.load(
+        weight + (first_row + tl.arange(0, column.shape[0]))[:, None] * size_k + k[None, :], mask=inside, other=0.0
+    )
+
+
+@triton.jit
+def _prefetch(weight, first_row, column, first_k, num_columns, size_k, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Into the L2 cache: the first two tiles of some rows of weights, a pointer for each line of 64 numbers."""
+    row = first_row + tl.arange(0, COLUMNS)
+    line = first_k + tl.arange(0, 2 * DEPTH // 64) * 64
+    is_line = (column[:, None] < num_columns) & (line[None, :] < size_k)
+    pointers = weight + tl.where(is_line, row[:, None] * size_k + line[None, :], 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _sum_parts(part, stride, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """In order, so that the sum does not depend on who came last."""
+    at = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    for split in range(splits):
+        total += tl.load(part + split * stride + at, cache_modifier=".cg")
+    return total
 
 
 @triton.jit
@@ -133,12 +162,9 @@ def _linear_kernel(
     if PDL:
         # The kernel behind may fetch its weights from now on. Ours do not depend on the kernel before, only x does.
         gdc_launch_dependents()
-        line = begin * DEPTH + tl.arange(0, 2 * DEPTH // 64) * 64
-        is_line = (column[:, None] < num_columns) & (line[None, :] < size_k)
-        line_at = weight + tl.where(is_line, column[:, None] * size_k + line[None, :], 0)
-        _prefetch(line_at.to(tl.int64))
+        _prefetch(weight, up_row, column, begin * DEPTH, num_columns, size_k, COLUMNS, DEPTH)
         if IS_GATED:
-            _prefetch((line_at + tl.where(is_line, tl.cast(num_columns, tl.int64) * size_k, 0)).to(tl.int64))
+            _prefetch(weight, first_row, column, begin * DEPTH, num_columns, size_k, COLUMNS, DEPTH)
         gdc_wait()
 
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -164,12 +190,9 @@ def _linear_kernel(
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals + tile, 1) == splits - 1
         if is_last:
-            total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
-            gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
-            for other in range(splits):
-                total += tl.load(part + other * halves * SIZE + at, cache_modifier=".cg")
-                if IS_GATED:
-                    gate += tl.load(part + (other * halves + 1) * SIZE + at, cache_modifier=".cg")
+            total = _sum_parts(part, halves * SIZE, splits, COLUMNS, ROWS)
+            if IS_GATED:
+                gate = _sum_parts(part + SIZE, halves * SIZE, splits, COLUMNS, ROWS)
             tl.store(arrivals + tile, 0)
     if is_last:
         if IS_GATED:
@@ -178,13 +201,6 @@ def _linear_kernel(
             total = total.to(out.dtype.element_ty).to(tl.float32) * gate / (1 + tl.exp(-gate))
         inside = (column[:, None] < num_columns) & (row[None, :] < num_rows)
         tl.store(out + row[None, :] * num_columns + column[:, None], total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _prefetch(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 class Linear:

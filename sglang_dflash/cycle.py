@@ -53,11 +53,6 @@ class DecodeCycle:
     def draft_backend(self) -> AttentionBackend:
         return self._draft_runner.attn_backend
 
-    @property
-    def num_features(self) -> int:
-        """F * H, the width of what the drafter's context is made of."""
-        return self._model.num_features
-
     def reload_weights(self) -> None:
         """The drafter's weights have changed."""
         self._context.fuse_weights()
@@ -124,9 +119,17 @@ class DecodeCycle:
 
     def append(self, batch: ForwardBatch, output: LogitsProcessorOutput, accepted: Acceptance) -> None:
         """Append the committed rows to the drafter's context. Rejected rows never enter it."""
-        features = output.hidden_states[:, : self.num_features]
+        features, _ = self.split_hidden_states(output)
         self._context.write(features, batch.positions, batch.out_cache_loc, accepted.accept_lens)
 
-    def append_prompt(self, features: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-        """Append prompt tokens to the drafter's context: features [T, F * H], positions [T], out_cache_loc [T]."""
+    def append_prompt(
+        self, output: LogitsProcessorOutput, positions: torch.Tensor, out_cache_loc: torch.Tensor
+    ) -> None:
+        """Append prompt tokens to the drafter's context: positions [T], out_cache_loc [T]."""
+        features, _ = self.split_hidden_states(output)
         self._context.write(features, positions, out_cache_loc)
+
+    def split_hidden_states(self, output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
+        num_features = self._model.num_features
+        return output.hidden_states[:, :num_features], output.hidden_states[:, num_features:]

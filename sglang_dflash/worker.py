@@ -209,7 +209,7 @@ class DFlashWorker(BaseSpecWorker):
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
         # The next replay overwrites them before the scheduler has read them.
-        hidden_states = output.logits_output.hidden_states[:, cycle.num_features :]
+        _, hidden_states = cycle.split_hidden_states(output.logits_output)
         output.logits_output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
         return self._result(accepted, output)
 
@@ -267,9 +267,9 @@ class DFlashWorker(BaseSpecWorker):
                 for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
             ]
         ).to(self.device, non_blocking=True)
-        hidden_states, num_features = result.logits_output.hidden_states, self._cycle.num_features
-        self._cycle.append_prompt(hidden_states[:, :num_features], positions, batch.out_cache_loc)
-        result.logits_output.hidden_states = hidden_states[:, num_features:] if batch.return_hidden_states else None
+        self._cycle.append_prompt(result.logits_output, positions, batch.out_cache_loc)
+        _, hidden_states = self._cycle.split_hidden_states(result.logits_output)
+        result.logits_output.hidden_states = hidden_states if batch.return_hidden_states else None
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
         )

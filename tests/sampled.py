@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from chi_square import chi_square
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -65,32 +66,17 @@ def next_distribution(params: dict, generated: list[int]) -> torch.Tensor:
 
 
 def p_value(params: dict, tokens: torch.Tensor) -> float:
-    """Pearson's chi-square test of continuations of `FIRST`, [N, NUM_NEW], against the exact distribution."""
-    expected, observed = [], []
-    rest_expected = rest_observed = 0.0
-    code = (tokens * torch.tensor([VOCAB**2, VOCAB, 1])).sum(dim=1)
-    counts = torch.bincount(code, minlength=VOCAB**3)
-    for i, sequence in enumerate(product(range(VOCAB), repeat=NUM_NEW)):
+    """Of continuations of `FIRST`, [N, NUM_NEW], under the exact distribution."""
+    probabilities = []
+    for sequence in product(range(VOCAB), repeat=NUM_NEW):
         history, probability = [FIRST], 1.0
         for token in sequence:
             probability *= float(next_distribution(params, history)[token])
             history.append(token)
-        if probability == 0:
-            if counts[i]:
-                return 0.0
-        elif probability * len(tokens) < 10:
-            rest_expected += probability * len(tokens)
-            rest_observed += int(counts[i])
-        else:
-            expected.append(probability * len(tokens))
-            observed.append(int(counts[i]))
-    if rest_expected:
-        expected.append(rest_expected)
-        observed.append(rest_observed)
-    expected, observed = torch.tensor(expected).double(), torch.tensor(observed).double()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(len(expected) - 1).double()
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+        probabilities.append(probability)
+    code = (tokens * torch.tensor([VOCAB**2, VOCAB, 1])).sum(dim=1)
+    expected = len(tokens) * torch.tensor(probabilities, dtype=torch.float64)
+    return chi_square(torch.bincount(code, minlength=VOCAB**3), expected)
 
 
 # --- as checkpoints -------------------------------------------------------------------------------------------------

@@ -10,18 +10,16 @@ import asyncio
 import gzip
 import json
 import os
-import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
 
 MODES = ("none", "in-tree", "ours")
@@ -303,33 +301,19 @@ def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
 # --- in the parent's process ----------------------------------------------------------------------------------------
 
 
-_given_ports: set[int] = set()
-
-
-def free_port() -> int:
-    """A port below those that Linux gives to connections, for an engine that listens there only after its imports."""
-    ports = range(10000, 32000, 100)
-    for port in random.sample(ports, len(ports)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in _given_ports:
-                _given_ports.add(port)
-                return port
-    raise RuntimeError("no free port")
-
-
 class EngineProcess:
     """Starts at once; `wait_until_ready` before measuring."""
 
     def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
         self.configuration = configuration
+        port, self._port_claim = claim_port()
         job = {
             "configuration": asdict(configuration),
             "workload": asdict(workload),
             "paths": paths,
             "device": device,
             "is_dummy": is_dummy,
-            "nccl_port": free_port(),
+            "nccl_port": port,
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
@@ -376,6 +360,7 @@ class EngineProcess:
         """End the engine and every process that it started, in whatever state."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._port_claim.close()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from sglang_dflash.kernels.norm_rope import norm_rope
+
 # Of one thread block. With a head size of 128, a thread reads 16 bytes of bfloat16 at a time.
 _HEADS, _WARPS = 8, 2
 
@@ -65,25 +67,21 @@ def _qk_norm_rope_set_kv_kernel(
     sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
     slot = tl.load(cache_loc + token).to(tl.int64)
 
-    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF) + eps)
-    low = low * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim, in_half)
-    high = high * scale * _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim + HALF, in_half)
-    low = low.to(qkv.dtype.element_ty).to(tl.float32)
-    high = high.to(qkv.dtype.element_ty).to(tl.float32)
+    low_weight = _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim, in_half)
+    high_weight = _weight(q_norm_weight, k_norm_weight, head < Q_HEADS, dim + HALF, in_half)
+    low, high = norm_rope(low, high, low_weight, high_weight, eps, cos, sin, HALF, qkv.dtype.element_ty)
 
-    rotated_low = (low * cos - high * sin).to(qkv.dtype.element_ty)
-    rotated_high = (high * cos + low * sin).to(qkv.dtype.element_ty)
     q_at = (token * Q_HEADS + head) * 2 * HALF + dim
-    tl.store(q_out + q_at, rotated_low, mask=is_query)
-    tl.store(q_out + q_at + HALF, rotated_high, mask=is_query)
+    tl.store(q_out + q_at, low, mask=is_query)
+    tl.store(q_out + q_at + HALF, high, mask=is_query)
     kv_at = (token * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
-    tl.store(k_out + kv_at, rotated_low, mask=is_key)
-    tl.store(k_out + kv_at + HALF, rotated_high, mask=is_key)
+    tl.store(k_out + kv_at, low, mask=is_key)
+    tl.store(k_out + kv_at + HALF, high, mask=is_key)
     tl.store(v_out + kv_at, value_low, mask=is_key)
     tl.store(v_out + kv_at + HALF, value_high, mask=is_key)
     stored_at = (slot * KV_HEADS + head - Q_HEADS) * 2 * HALF + dim
-    tl.store(k_buffer + stored_at, rotated_low, mask=is_key)
-    tl.store(k_buffer + stored_at + HALF, rotated_high, mask=is_key)
+    tl.store(k_buffer + stored_at, low, mask=is_key)
+    tl.store(k_buffer + stored_at + HALF, high, mask=is_key)
     tl.store(v_buffer + stored_at, value_low, mask=is_key)
     tl.store(v_buffer + stored_at + HALF, value_high, mask=is_key)
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.norm_rope import norm_rope
 from sglang_dflash.reference.write_context_kv import KVBuffers
 
 _POOL_DTYPES = {
@@ -86,28 +87,21 @@ def _write_context_kv_kernel(
     k = kv + token * kv_stride_token + layer * 2 * row_size
     k_low = tl.load(k + low, mask=valid, other=0.0).to(tl.float32)
     k_high = tl.load(k + high, mask=valid, other=0.0).to(tl.float32)
-    square_sum = tl.sum(k_low * k_low + k_high * k_high, axis=1)[:, None]
-    scale = tl.rsqrt(square_sum / (2 * HALF) + eps)
-    weight = k_norm_weight + layer * 2 * HALF
     in_half = dim < HALF
-    k_low = k_low * scale * tl.load(weight + dim, mask=in_half, other=0.0).to(tl.float32)
-    k_high = k_high * scale * tl.load(weight + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
-    # The block path rounds between its norm and its rotation; context keys take the same steps.
-    k_low = k_low.to(kv.dtype.element_ty).to(tl.float32)
-    k_high = k_high.to(kv.dtype.element_ty).to(tl.float32)
-
+    weight = k_norm_weight + layer * 2 * HALF
+    low_weight = tl.load(weight + dim, mask=in_half, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
     angles = cos_sin_cache + tl.load(positions + token).to(tl.int64) * 2 * HALF
     cos = tl.load(angles + dim, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(angles + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+    k_low, k_high = norm_rope(k_low, k_high, low_weight, high_weight, eps, cos, sin, HALF, kv.dtype.element_ty)
 
     slot = tl.load(cache_loc + token).to(tl.int64) * row_size
     STORED: tl.constexpr = tl.uint8 if POOL_DTYPE.is_fp8() else POOL_DTYPE
     k_out = tl.load(k_ptrs + layer).to(tl.pointer_type(STORED)) + slot
     v_out = tl.load(v_ptrs + layer).to(tl.pointer_type(STORED)) + slot
-    rotated_low = (k_low * cos - k_high * sin).to(kv.dtype.element_ty)
-    rotated_high = (k_high * cos + k_low * sin).to(kv.dtype.element_ty)
-    tl.store(k_out + low, _to_pool(rotated_low, POOL_DTYPE, OVERFLOW), mask=valid)
-    tl.store(k_out + high, _to_pool(rotated_high, POOL_DTYPE, OVERFLOW), mask=valid)
+    tl.store(k_out + low, _to_pool(k_low, POOL_DTYPE, OVERFLOW), mask=valid)
+    tl.store(k_out + high, _to_pool(k_high, POOL_DTYPE, OVERFLOW), mask=valid)
     v = k + row_size
     tl.store(v_out + low, _to_pool(tl.load(v + low, mask=valid), POOL_DTYPE, OVERFLOW), mask=valid)
     tl.store(v_out + high, _to_pool(tl.load(v + high, mask=valid), POOL_DTYPE, OVERFLOW), mask=valid)

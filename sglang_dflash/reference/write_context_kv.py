@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.reference.norm_rope import norm_rope
+
 
 @dataclass(frozen=True)
 class KVBuffers:
@@ -55,13 +57,9 @@ def write_context_kv(
         rows = torch.arange(kv.shape[0], device=kv.device).view(accept_lens.shape[0], -1)
         committed = (rows - rows[:, :1] < accept_lens[:, None]).view(-1)
         kv, positions, cache_loc = kv[committed], positions[committed], cache_loc[committed]
-    keys = kv[:, :, 0].float()
-    keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps) * k_norm_weight.float()[:, None, :]
     cos, sin = cos_sin_cache[positions].float()[:, None, None, :].chunk(2, dim=-1)
-    # The block path rounds between its norm and its rotation; context keys take the same steps.
-    low, high = keys.to(kv.dtype).float().chunk(2, dim=-1)
-    keys = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    keys, values = keys.to(kv.dtype).to(buffers.dtype), kv[:, :, 1].to(buffers.dtype)
+    keys = norm_rope(kv[:, :, 0], k_norm_weight[:, None, :], eps, cos, sin).to(buffers.dtype)
+    values = kv[:, :, 1].to(buffers.dtype)
     for layer, (k_buffer, v_buffer) in enumerate(zip(buffers.k, buffers.v, strict=True)):
         k_buffer[cache_loc] = keys[:, layer].view(k_buffer.dtype)
         v_buffer[cache_loc] = values[:, layer].view(v_buffer.dtype)

@@ -6,27 +6,23 @@ They serve on a GPU where there is one, else on the CPU.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import requests
 import torch
+from bench.ports import claim_port
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -115,29 +111,6 @@ class Settings:
         flags |= DFLASH_FLAGS | dict(self.dflash_flags) if dflash else dict(self.plain_flags)
         parts = [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in flags.items()]
         return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
-
-
-# Below those that Linux gives to connections.
-_ports = deque(range(10000, 32000, 500))
-random.shuffle(_ports)
-
-
-def claim_port() -> tuple[int, IO]:
-    """A port for a server that is about to start, and a lock that keeps it from tests in other processes until it is
-    closed; the next port is free too.
-
-    The one given longest ago comes first: servers that have been given one may not listen there yet.
-    """
-    for _ in range(len(_ports)):
-        _ports.rotate()
-        claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{_ports[0]}"), "w")  # noqa: SIM115
-        with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            server.bind(("127.0.0.1", _ports[0]))
-            distributed.bind(("127.0.0.1", _ports[0] + 1))
-            return _ports[0], claim
-        claim.close()
-    raise RuntimeError("no free port")
 
 
 SYNC = ("disable-overlap-schedule", True)

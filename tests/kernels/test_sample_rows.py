@@ -1,5 +1,6 @@
 import pytest
 import torch
+from chi_square import chi_square
 
 from sglang_dflash.kernels.sample_rows import sample_rows
 from sglang_dflash.reference.row_max import row_max
@@ -28,19 +29,6 @@ def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed:
     maxima, tokens = row_max(logits)
     implementation(logits, maxima, tokens, parameters, torch.tensor([seed], device=logits.device))
     return tokens
-
-
-def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's chi-square test of counts; cells that expect less than 10 are one."""
-    if observed[expected == 0].any():
-        return 0.0
-    is_rare = expected < 10
-    observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]]).double()
-    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]]).double()
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(len(expected) - 1.0, device=statistic.device).double()
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 # --- what may be drawn ----------------------------------------------------------------------------------------------
@@ -160,7 +148,7 @@ def test_distribution(name, implementation, device):
     rows = logits.expand(n // launches, -1)
     tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
     expected = n * allowed_distribution(logits[None], parameters)[0]
-    assert p_value(tokens.bincount(minlength=len(LOGITS)), expected) > 1e-3
+    assert chi_square(tokens.bincount(minlength=len(LOGITS)), expected) > 1e-3
 
 
 @BOTH
@@ -175,7 +163,7 @@ def test_distribution_over_a_large_vocabulary(name, implementation, device):
     rows = logits.expand(n // launches, -1)
     tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
     expected = n * allowed_distribution(logits[None], parameters)[0]
-    assert p_value(tokens.bincount(minlength=len(logits)), expected) > 1e-3
+    assert chi_square(tokens.bincount(minlength=len(logits)), expected) > 1e-3
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("top_k splits a tie", 6), ("top_p splits a tie", 6), ("top_p", 3)])
@@ -193,7 +181,7 @@ def test_rows_and_seeds_are_independent(implementation, device):
     first, second = (draw(implementation, logits, parameters, seed) for seed in (5, 6))
     expected = torch.full((vocab**2,), n / vocab**2)
     for one, other in ((first, second), (first, first.roll(1))):
-        assert p_value((vocab * one + other).bincount(minlength=vocab**2).cpu(), expected) > 1e-3
+        assert chi_square((vocab * one + other).bincount(minlength=vocab**2).cpu(), expected) > 1e-3
 
 
 def test_a_seed_repeats_its_draws(device):
