@@ -97,12 +97,13 @@ def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
     dflash, cycles = generate_checked(tmp_path, "sync_check", "flashinfer", "flashinfer", "--sampled")
     assert cycles
     assert all(cycle["replayed"] and cycle["plain"] for cycle in cycles)
-    for drawn in (False, True):
-        results = dflash["results"][drawn::2]
+    # As on the CPU with the same prompts, where SGLang's own sampler draws; other texts are as hard to draft, roughly.
+    for kind, first, cpu_accept_length in (("greedy", 0, 4.829), ("sampled", 1, 1.774)):
+        results = dflash["results"][first::2]
         cycles = sum(result["verify_ct"] for result in results)
         tokens = sum(len(result["output_ids"]) - 1 for result in results)
-        print(f"\n{'sampled' if drawn else 'greedy'}: {tokens / cycles:.3f} tokens per cycle")
-        assert tokens / cycles > 2.5
+        print(f"\n{kind}: {tokens / cycles:.3f} tokens per cycle")
+        assert tokens / cycles == pytest.approx(cpu_accept_length, rel=0.1)
 
 
 @pytest.mark.gpu
