@@ -87,7 +87,7 @@ class Settings:
 
     Attributes:
         name: for the tests' ids.
-        flags: of `launch_server`, without dashes; True stands for a flag without a value.
+        flags: of `launch_server`, without dashes; True stands for a flag without a value, None for one left out.
         dflash_flags: flags that only the server with speculation gets.
         plain_flags: flags that only the server without speculation gets.
         env: environment variables.
@@ -109,8 +109,11 @@ class Settings:
     def command(self, dflash: bool) -> tuple[str, ...]:
         flags = FLAGS | dict(self.flags)
         flags |= DFLASH_FLAGS | dict(self.dflash_flags) if dflash else dict(self.plain_flags)
-        parts = [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in flags.items()]
-        return (sys.executable, "-m", "sglang.launch_server", *sum(parts, []))
+        parts = [sys.executable, "-m", "sglang.launch_server"]
+        for flag, value in flags.items():
+            if value is not None:
+                parts += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+        return tuple(parts)
 
 
 SYNC = ("disable-overlap-schedule", True)

@@ -23,6 +23,8 @@ FLAGS = (
     ("device", "cuda"),
     ("dtype", "bfloat16"),
     ("attention-backend", "fa3"),
+    # It would take the place of the all-reduce that servers have by default.
+    ("enable-deterministic-inference", None),
     ("disable-prefill-cuda-graph", True),
 )
 # NVLink multicast can take down the GPUs of a host that others share.
