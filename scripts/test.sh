@@ -32,8 +32,8 @@ step "ruff format" "$PYTHON" -m ruff format --check .
 step "tests/kernels" "${pytest[@]}" tests/kernels
 step "tests/unit" "${pytest[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" tests/contract
+step "tests/gpu" "${pytest[@]}" tests/gpu
 step "tests/e2e" "${pytest[@]}" tests/e2e -m "not slow"
 step "tests/e2e, slow" "${pytest[@]}" tests/e2e -m slow
-step "tests/gpu" "${pytest[@]}" tests/gpu
 
 printf '\nAll passed in %d min %d s.\n' $((SECONDS / 60)) $((SECONDS % 60))
