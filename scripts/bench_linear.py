@@ -4,10 +4,11 @@
 
 A candidate, which the package does not use: Triton, split along K where there are too few columns to fill the GPU, the
 partial sums added up in order by whichever thread block comes last; for gate_up with the activation behind it. With
-programmatic dependent launch (PDL) a GEMM fetches weights while the kernel before it still runs. Launches are replayed
-from a CUDA graph and take turns over copies of the weights, more than the L2 cache holds. First each shape of Qwen3-8B
-alone, at one GPU and as shards of two and four; then a layer's GEMMs with the norms between them, in the best
-configurations. Without a GPU, Triton's interpreter shows that the script works and the kernel is right:
+programmatic dependent launch (PDL) a GEMM fetches weights while the kernel before it still runs. Beside it, every
+algorithm that cuBLASLt offers, of which PyTorch takes the first. Launches are replayed from a CUDA graph and take
+turns over copies of the weights, more than the L2 cache holds. First each shape of Qwen3-8B alone, at one GPU and as
+shards of two and four; then a layer's GEMMs with the norms between them, in the best configurations. Without a GPU,
+Triton's interpreter shows that the script works and the kernel is right:
 
     TRITON_INTERPRET=1 python3 scripts/bench_linear.py --rows 3 --shapes 48x300 --out work/linear
 """
@@ -26,11 +27,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+from bench import cublaslt
 from bench.machine import hardware, versions
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -48,6 +51,8 @@ SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096",
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
 # Of PyTorch; some of cuBLAS's algorithms clear memory first, which costs a CUDA graph more than it costs a stream.
 LIBRARIES = ("cublas", "cublaslt")
+# Of cuBLASLt's, which knows fewer for most shapes.
+MOST_ALGORITHMS = 16
 # Of the candidate: with more, multiplication takes longer than weights do.
 MOST_ROWS = 128
 # What a block of threads may have of an H100's; checked before anything is compiled.
@@ -298,11 +303,11 @@ def in_torch(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Ten
     return out
 
 
-def check(linear: Linear, x: torch.Tensor, weight: torch.Tensor, want: torch.Tensor) -> None:
+def check(linear: Callable[[], torch.Tensor], name: str, want: torch.Tensor) -> None:
     """Raise AssertionError unless two calls in a row are right: the second finds what the first has left behind."""
     for _ in range(2):
-        error = (linear(x, weight).float() - want).norm() / want.norm()
-        assert error < 2**-7, f"{linear.config}: off by {error}"
+        error = (linear().float() - want).norm() / want.norm()
+        assert error < 2**-7, f"{name}: off by {error}"
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------
@@ -343,7 +348,7 @@ def use_library(name: str) -> None:
 
 
 def measure(rows: int, shape: str) -> Iterator[dict]:
-    """PyTorch's libraries first, then every configuration."""
+    """PyTorch's libraries first, then cuBLASLt's algorithms, then every configuration."""
     num_columns, size_k, is_gated = parse(shape)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if DEVICE == "cuda" else 0
     copies = 1 + 2 * cache // (num_columns * (1 + is_gated) * size_k * 2)
@@ -359,19 +364,34 @@ def measure(rows: int, shape: str) -> Iterator[dict]:
         found = {"rows": rows, "shape": shape, "library": library, "config": config and asdict(config)}
         return found | {"us": us, "tb_s": num_bytes / us / 1e6}
 
-    def in_library(i: int) -> torch.Tensor:
-        out = functional.linear(x, weights[i])
+    def activated(out: torch.Tensor) -> torch.Tensor:
         return activate(out) if is_gated and DEVICE == "cuda" else out
+
+    def in_library(i: int) -> torch.Tensor:
+        return activated(functional.linear(x, weights[i]))
+
+    def in_algorithm(product: cublaslt.Product, algorithm: cublaslt.Algorithm, i: int) -> torch.Tensor:
+        return activated(product(x, weights[i], algorithm))
 
     for library in LIBRARIES:
         use_library(library)
         yield row(library, None, microseconds(in_library, copies))
     use_library("default")
+    # What would be left to gain by fetching weights ahead.
+    if weights[0].nbytes < cache:
+        yield row("cublas, weights in L2", None, microseconds(lambda _: in_library(0), 1))
+    if DEVICE == "cuda":
+        product = cublaslt.Product(rows, num_columns * (1 + is_gated), size_k)
+        for limit, name in ((cublaslt.WORKSPACE_BYTES, "algorithm"), (0, "algorithm without workspace")):
+            for rank, algorithm in enumerate(product.algorithms(MOST_ALGORITHMS, limit)):
+                linear = partial(in_algorithm, product, algorithm)
+                check(partial(linear, 0), f"cuBLASLt's {name} {rank}", want)
+                yield row(f"{name} {rank}", None, microseconds(linear, copies))
     for config in CONFIGS if rows <= MOST_ROWS else ():
         linear = Linear(config, rows, num_columns, is_gated)
         # A split of nothing is as slow as it is useless.
         if linear.fits and config.splits * config.depth <= size_k:
-            check(linear, x, weights[0], want)
+            check(partial(linear, x, weights[0]), str(config), want)
             yield row("ours", config, microseconds(lambda i, linear=linear: linear(x, weights[i]), copies))
 
 
@@ -435,20 +455,28 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
         "Weights of N x K, twice as many columns where gated. TB/s are of all bytes, each moved once; ours is the best "
         "configuration.",
         "",
-        "| rows | N x K | cuBLAS, us | TB/s | cuBLASLt, us | ours, us | TB/s | ratio | columns, depth, stages, warps, "
-        "splits, TMA |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| rows | N x K | cuBLAS, us | TB/s | in L2, us | cuBLASLt, us | best algorithm, us | which | ours, us | "
+        "TB/s | cuBLAS / ours | columns, depth, stages, warps, splits, TMA |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (rows, shape), group in itertools.groupby(measured, lambda row: (row["rows"], row["shape"])):
-        cublas, cublaslt, *ours = group
-        line = f"| {rows} | {shape} | {cublas['us']:.1f} | {cublas['tb_s']:.2f} | {cublaslt['us']:.1f} | "
-        if ours:
-            best = min(ours, key=lambda row: row["us"])
-            line += f"{best['us']:.1f} | {best['tb_s']:.2f} | {cublas['us'] / best['us']:.3f} | "
-            line += ", ".join(str(int(value)) for value in best["config"].values())
+        group = list(group)
+        by_name = {row["library"]: row for row in group if row["config"] is None}
+        cublas = by_name["cublas"]
+        algorithms = [row for name, row in by_name.items() if name.startswith("algorithm")]
+        cells = [rows, shape, f"{cublas['us']:.1f}", f"{cublas['tb_s']:.2f}"]
+        cells += [
+            f"{by_name[name]['us']:.1f}" if name in by_name else "" for name in ("cublas, weights in L2", "cublaslt")
+        ]
+        best = min(algorithms, key=lambda row: row["us"], default=None)
+        cells += [f"{best['us']:.1f}", best["library"].removeprefix("algorithm ")] if best else ["", ""]
+        best = min((row for row in group if row["config"]), key=lambda row: row["us"], default=None)
+        if best:
+            cells += [f"{best['us']:.1f}", f"{best['tb_s']:.2f}", f"{cublas['us'] / best['us']:.3f}"]
+            cells.append(", ".join(str(int(value)) for value in best["config"].values()))
         else:
-            line += " | | | "
-        lines.append(f"{line} |")
+            cells += [""] * 4
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     for rows, found in layers.items():
         times = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
         lines += ["", f"A layer's GEMMs and norms at {rows} rows, us: {times}."]

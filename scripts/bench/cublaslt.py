@@ -1,0 +1,118 @@
+"""cuBLASLt's matrix product with a choice of algorithm, which PyTorch keeps to itself.
+
+Source: cublasLt.h of CUDA 13, whose functions and enumerations used here are those of CUDA 12.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_size_t, c_uint64, c_void_p
+from functools import cache
+
+import torch
+
+_CUDA_R_32F, _CUDA_R_16BF = 0, 14
+_COMPUTE_32F = 68
+_DESC_TRANSA, _OP_T = 3, 1
+_PREF_MAX_WORKSPACE_BYTES = 1
+
+# What PyTorch gives cuBLAS on Hopper.
+WORKSPACE_BYTES = 32 * 2**20
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t."""
+
+    _fields_ = [("data", c_uint64 * 8)]
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", Algorithm),
+        ("workspace_bytes", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+class CublasLtError(RuntimeError):
+    pass
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    # PyTorch's own, which is loaded already.
+    return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+
+
+def _call(name: str, *arguments) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise CublasLtError(f"{name} returned {status}")
+
+
+def _create(name: str, *arguments) -> c_void_p:
+    created = c_void_p()
+    _call(name, byref(created), *arguments)
+    return created
+
+
+@cache
+def _handle() -> c_void_p:
+    return _create("cublasLtCreate")
+
+
+@cache
+def _workspace() -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _pointer(tensor: torch.Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())
+
+
+class Product:
+    """x [M, K] @ weight [N, K].T for one M, in bfloat16, summed in float32.
+
+    cuBLASLt's matrices are column by column, so it is given all three transposed.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, size_k: int) -> None:
+        self._num_columns = num_columns
+        self._operation = _create("cublasLtMatmulDescCreate", _COMPUTE_32F, _CUDA_R_32F)
+        transpose = c_int(_OP_T)
+        size = c_size_t(ctypes.sizeof(transpose))
+        _call("cublasLtMatmulDescSetAttribute", self._operation, _DESC_TRANSA, byref(transpose), size)
+
+        def layout(rows: int, columns: int) -> c_void_p:
+            shape = c_uint64(rows), c_uint64(columns), ctypes.c_int64(rows)
+            return _create("cublasLtMatrixLayoutCreate", _CUDA_R_16BF, *shape)
+
+        self._weight, self._x, self._out = (
+            layout(*shape) for shape in ((size_k, num_columns), (size_k, num_rows), (num_columns, num_rows))
+        )
+
+    def algorithms(self, most: int, workspace_bytes: int) -> list[Algorithm]:
+        """The ones that cuBLASLt thinks best, the best first, of those that need no larger a workspace."""
+        preference = _create("cublasLtMatmulPreferenceCreate")
+        limit = c_size_t(workspace_bytes)
+        size = c_size_t(ctypes.sizeof(limit))
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_MAX_WORKSPACE_BYTES, byref(limit), size)
+        found, count = (_Found * most)(), c_int()
+        problem = (self._operation, self._weight, self._x, self._out, self._out, preference)
+        _call("cublasLtMatmulAlgoGetHeuristic", _handle(), *problem, most, found, byref(count))
+        return [one.algorithm for one in found[: count.value] if not one.status]
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self._num_columns)
+        stream = torch.cuda.current_stream().cuda_stream
+        product = (byref(c_float(1)), _pointer(weight), self._weight, _pointer(x), self._x)
+        # What is added to it, nothing, and where to.
+        result = (byref(c_float(0)), _pointer(out), self._out, _pointer(out), self._out)
+        scratch = (_pointer(_workspace()), c_size_t(WORKSPACE_BYTES))
+        arguments = (*product, *result, byref(algorithm), *scratch, c_void_p(stream))
+        _call("cublasLtMatmul", _handle(), self._operation, *arguments)
+        return out
