@@ -3,8 +3,9 @@
     python3 scripts/bench_linear.py --out scripts/results/linear_h100
 
 A candidate, which the package does not use: Triton, split along K where there are too few columns to fill the GPU, the
-partial sums added up in order by whichever thread block comes last; for gate_up with the activation behind it. With
-programmatic dependent launch (PDL) a GEMM fetches weights while the kernel before it still runs. Beside it, every
+partial sums added up in order by whichever thread block comes last, or by the norm behind; for gate_up with the
+activation behind it. With programmatic dependent launch (PDL) kernels start while the one before still runs, and may
+fetch weights. Beside it, every
 algorithm that cuBLASLt offers, of which PyTorch takes the first. Launches are replayed from a CUDA graph and take
 turns over copies of the weights, more than the L2 cache holds. First each shape of Qwen3-8B alone, at one GPU and as
 shards of two and four; then a layer's GEMMs with the norms between them, in the best configurations. Without a GPU,
@@ -23,9 +24,9 @@ import multiprocessing
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,9 @@ LIBRARIES = ("cublas", "cublaslt")
 MOST_ALGORITHMS = 16
 # Of the candidate: with more, multiplication takes longer than weights do.
 MOST_ROWS = 128
+# When a kernel lets the next one start: when it ends; when it starts; then, fetching its first weights while it waits
+# for the one before; when nothing is left but to write its results.
+PDL = ("no", "early", "fetch", "late")
 # What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
@@ -147,6 +151,7 @@ def _linear_kernel(
     DEPTH: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -164,12 +169,14 @@ def _linear_kernel(
     first_row = tile * COLUMNS
     up_row = first_row + num_columns if IS_GATED else first_row
 
-    if PDL:
-        # The kernel behind may fetch its weights from now on. Ours do not depend on the kernel before, only x does.
+    if PDL == "early" or PDL == "fetch":
         gdc_launch_dependents()
+    if PDL == "fetch":
+        # They do not depend on the kernel before, only x does.
         _prefetch(weight, up_row, column, begin * DEPTH, num_columns, size_k, COLUMNS, DEPTH)
         if IS_GATED:
             _prefetch(weight, first_row, column, begin * DEPTH, num_columns, size_k, COLUMNS, DEPTH)
+    if PDL != "no":
         gdc_wait()
 
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -182,8 +189,14 @@ def _linear_kernel(
             w = _load_weights(weight, descriptor, first_row, column, k, num_columns, size_k, TMA)
             gate = tl.dot(w, rows, gate)
 
+    if PDL == "late":
+        gdc_launch_dependents()
     is_last = True
-    if IS_SPLIT:
+    if IN_PARTS:
+        is_last = False
+        at = (split * num_rows + row[None, :]) * num_columns + column[:, None]
+        tl.store(partials + at, total, mask=(column[:, None] < num_columns) & (row[None, :] < num_rows))
+    elif IS_SPLIT:
         SIZE: tl.constexpr = COLUMNS * ROWS
         halves: tl.constexpr = 2 if IS_GATED else 1
         part = partials + tile * splits * halves * SIZE
@@ -210,12 +223,18 @@ def _linear_kernel(
 
 class Linear:
     """x [M, K] @ weight [N, K].T in one configuration, with scratch memory of its own. Gated: silu(a) * b of the halves
-    a and b of such a product's columns."""
+    a and b of such a product's columns. In parts: [splits, M, N] float32, to be added up."""
 
     def __init__(
-        self, config: Config, num_rows: int, num_columns: int, is_gated: bool = False, pdl: bool = False
+        self,
+        config: Config,
+        num_rows: int,
+        num_columns: int,
+        is_gated: bool = False,
+        pdl: str = "no",
+        in_parts: bool = False,
     ) -> None:
-        self.config, self.is_gated, self.pdl = config, is_gated, pdl
+        self.config, self.is_gated, self.pdl, self.in_parts = config, is_gated, pdl, in_parts
         self.num_columns = num_columns
         self.rows = max(16, triton.next_power_of_2(num_rows))
         self.tiles = triton.cdiv(num_columns, config.columns)
@@ -247,12 +266,16 @@ class Linear:
             DEPTH=config.depth,
             IS_SPLIT=config.splits > 1,
             IS_GATED=self.is_gated,
+            IN_PARTS=self.in_parts,
             TMA=config.tma,
             PDL=self.pdl,
             STAGES=config.stages,
             num_warps=config.warps,
-            launch_pdl=self.pdl,
+            launch_pdl=self.pdl != "no",
         )
+        if self.in_parts:
+            parts = self.partials[: config.splits * x.shape[0] * self.num_columns]
+            return parts.view(config.splits, x.shape[0], self.num_columns)
         return out
 
 
@@ -260,22 +283,41 @@ class Linear:
 
 
 @triton.jit
-def _add_norm_kernel(x, residual, weight, out, SIZE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
+def _add_norm_kernel(x, residual, weight, out, num_rows, SIZE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+    if PDL == "early" or PDL == "fetch":
         gdc_launch_dependents()
+    if PDL != "no":
         gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    total = tl.load(x + at).to(tl.float32) + tl.load(residual + at).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * SIZE + tl.arange(0, SIZE)
+    total = tl.load(x + at).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * num_rows * SIZE + at).to(tl.float32)
+    total = total.to(residual.dtype.element_ty).to(tl.float32) + tl.load(residual + at).to(tl.float32)
+    if PDL == "late":
+        gdc_launch_dependents()
     tl.store(residual + at, total.to(residual.dtype.element_ty))
     scale = tl.rsqrt(tl.sum(total * total) / SIZE + 1e-6)
     normed = total * scale * tl.load(weight + tl.arange(0, SIZE)).to(tl.float32)
     tl.store(out + at, normed.to(out.dtype.element_ty))
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, pdl: bool) -> torch.Tensor:
-    """What stands between two GEMMs: [M, H] in and out, `residual` changed in place."""
-    out = torch.empty_like(x)
-    _add_norm_kernel[(x.shape[0],)](x, residual, weight, out, SIZE=x.shape[1], PDL=pdl, num_warps=8, launch_pdl=pdl)
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, pdl: str) -> torch.Tensor:
+    """What stands between two GEMMs: [M, H], or parts of it [splits, M, H], in, and [M, H] out; `residual` changed in
+    place."""
+    out = torch.empty_like(residual)
+    _add_norm_kernel[(len(residual),)](
+        x,
+        residual,
+        weight,
+        out,
+        len(residual),
+        SIZE=residual.shape[1],
+        PARTS=len(x) if x.dim() == 3 else 1,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl != "no",
+    )
     return out
 
 
@@ -395,8 +437,21 @@ def measure(rows: int, shape: str) -> Iterator[dict]:
             yield row("ours", config, microseconds(lambda i, linear=linear: linear(x, weights[i]), copies))
 
 
+def ways_of_a_layer(best: dict[str, Config]) -> Iterator[tuple[str, str, list[tuple]]]:
+    """Names, PDL, and each of the layer's linears: its configuration and what `Linear` takes behind the rows."""
+    for pdl, parts in itertools.product(PDL, (None, 2, 3, 4)):
+        arguments = []
+        for shape, (num_columns, _, is_gated) in zip(LAYER, map(parse, LAYER), strict=True):
+            # Those whose results are normed.
+            in_parts = parts is not None and num_columns == HIDDEN
+            config = replace(best[shape], columns=64, depth=128, stages=4, splits=parts) if in_parts else best[shape]
+            arguments.append((config, num_columns, is_gated, pdl, in_parts))
+        yield f"ours, PDL {pdl}" + (f", {parts} parts" if parts else ""), pdl, arguments
+
+
 def measure_layer(rows: int, best: dict[str, Config]) -> dict[str, float]:
-    """Microseconds of a layer without its attention: cuBLAS, ours, and ours launched early."""
+    """Microseconds of a layer without its attention: cuBLAS, and ours in every way to launch it and to add up o and
+    down."""
     copies, q_size = 4, HEADS * HEAD_DIM
     torch.manual_seed(0)
     sizes = [((1 + is_gated) * n, k) for n, k, is_gated in map(parse, LAYER)]
@@ -404,40 +459,37 @@ def measure_layer(rows: int, best: dict[str, Config]) -> dict[str, float]:
     norm = torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE)
     x, residual = (torch.randn(rows, HIDDEN, device=DEVICE).to(DTYPE) for _ in range(2))
 
-    def layer(i: int, linears: list[Callable], pdl: bool) -> None:
+    def layer(i: int, linears: list[Callable], pdl: str) -> None:
         qkv, o, gate_up, down = (
             lambda x, linear=linear, weight=weight: linear(x, weight)
             for linear, weight in zip(linears, layers[i], strict=True)
         )
         attended = qkv(add_norm(x, residual, norm, pdl))[:, :q_size]
         hidden = add_norm(o(attended), residual, norm, pdl)
-        x.copy_(down(gate_up(hidden)))
+        x.copy_(add_norm(down(gate_up(hidden)), residual, norm, pdl))
 
     cublas = [functional.linear] * 4
     cublas[2] = lambda x, weight: activate(functional.linear(x, weight))
-    found = {"cuBLAS": microseconds(lambda i: layer(i, cublas, False), copies)}
-    for name, pdl in (("ours", False), ("ours, PDL", True)):
-        ours = [
-            Linear(best[shape], rows, num_columns, is_gated, pdl)
-            for shape, (num_columns, _, is_gated) in zip(LAYER, map(parse, LAYER), strict=True)
-        ]
+    found = {"cuBLAS": microseconds(lambda i: layer(i, cublas, "no"), copies)}
+    for name, pdl, arguments in ways_of_a_layer(best):
+        ours = [Linear(config, rows, *rest) for config, *rest in arguments]
         found[name] = microseconds(lambda i, ours=ours, pdl=pdl: layer(i, ours, pdl), copies)
     return found
 
 
-def compile_one(config: Config, num_rows: int, is_gated: bool) -> None:
-    linear = Linear(config, num_rows, 512, is_gated)
+def compile_one(
+    config: Config, num_rows: int, num_columns: int, is_gated: bool, pdl: str = "no", in_parts: bool = False
+) -> None:
+    linear = Linear(config, num_rows, num_columns, is_gated, pdl, in_parts)
     if linear.fits:
-        x, weight = (torch.zeros(n, 4096, device=DEVICE, dtype=DTYPE) for n in (num_rows, 512 * (1 + is_gated)))
+        x, weight = (torch.zeros(n, 4096, device=DEVICE, dtype=DTYPE) for n in (num_rows, num_columns * (1 + is_gated)))
         linear(x, weight)
 
 
-def compile_all(rows: list[int]) -> None:
-    """Fill Triton's cache on all cores, before anything is timed. The number of splits is no constant of the kernel."""
-    configs = [config for config in CONFIGS if config.splits <= 2]
-    jobs = list(itertools.product(configs, rows, (False, True)))
+def compile_all(jobs: Iterable[tuple]) -> None:
+    """Fill Triton's cache on all cores, before anything is timed: arguments of `compile_one`."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
-        list(processes.map(compile_one, *zip(*jobs, strict=True)))
+        list(processes.map(compile_one, *zip(*set(jobs), strict=True)))
 
 
 def best_by_shape(measured: list[dict], rows: int) -> dict[str, Config]:
@@ -478,8 +530,8 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
             cells += [""] * 4
         lines.append(f"| {' | '.join(map(str, cells))} |")
     for rows, found in layers.items():
-        times = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
-        lines += ["", f"A layer's GEMMs and norms at {rows} rows, us: {times}."]
+        times = "; ".join(f"{name} {us:.1f}" for name, us in found.items())
+        lines += ["", f"A layer's GEMMs and three norms at {rows} rows, us: {times}."]
     return "\n".join(lines) + "\n"
 
 
@@ -494,8 +546,13 @@ def main() -> None:
         "versions": versions(),
         "command": f"{date.today()}: python3 scripts/bench_linear.py {shlex.join(sys.argv[1:])}",
     }
-    if DEVICE == "cuda":
-        compile_all([rows for rows in args.rows if rows <= MOST_ROWS])
+    few_rows = [rows for rows in args.rows if rows <= MOST_ROWS]
+    if DEVICE == "cuda" and few_rows:
+        # The number of splits is no constant of the kernel.
+        configs = [config for config in CONFIGS if config.splits <= 2]
+        compile_all(
+            (config, rows, 512, is_gated) for config in configs for rows in few_rows for is_gated in (False, True)
+        )
     measured, layers = [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -509,10 +566,11 @@ def main() -> None:
         measured += measure(rows, shape)
         save()
     if DEVICE == "cuda" and set(LAYER) <= set(args.shapes):
-        for rows in args.rows:
-            if rows <= MOST_ROWS:
-                layers[rows] = measure_layer(rows, best_by_shape(measured, rows))
-                save()
+        for rows in few_rows:
+            best = best_by_shape(measured, rows)
+            compile_all((config, rows, *rest) for *_, arguments in ways_of_a_layer(best) for config, *rest in arguments)
+            layers[rows] = measure_layer(rows, best)
+            save()
     print(Path(f"{args.out}.md").read_text())
 
 
