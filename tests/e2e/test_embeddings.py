@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from oracle import assert_same_cycles
 from safetensors.torch import load_file
 from serving import Settings
 
@@ -14,19 +15,24 @@ DTYPE = (("dtype", "bfloat16"),) if torch.cuda.is_available() else ()
 SETTINGS = Settings("embeddings", flags=(("disable-radix-cache", True), *DTYPE))
 
 
-def test_input_embeddings(keeper, prompts):
-    """The answer to a prompt's embeddings, and every cycle of it, is that to its tokens."""
+def test_input_embeddings(keeper, prompts, oracle):
+    """The answer to a prompt's embeddings, and every cycle of it, is that to its tokens; in float32, the oracle's."""
     server = keeper.server(SETTINGS, dflash=True)
     embedding = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"].to(torch.float32)
     sampling_params = {"temperature": 0, "max_new_tokens": 50}
 
-    def answer(prompt: dict) -> tuple[list[int], int, list[int]]:
-        found = server.post("/generate", prompt | {"sampling_params": sampling_params})
-        meta_info = found["meta_info"]
-        return found["output_ids"], meta_info["spec_verify_ct"], meta_info["spec_correct_drafts_histogram"]
+    def answer(prompt: dict) -> dict:
+        return server.post("/generate", prompt | {"sampling_params": sampling_params})
+
+    def cycles(answer: dict) -> tuple[list[int], int, list[int]]:
+        meta_info = answer["meta_info"]
+        return answer["output_ids"], meta_info["spec_verify_ct"], meta_info["spec_correct_drafts_histogram"]
 
     with ThreadPoolExecutor(3) as threads:
-        embedded = list(threads.map(lambda prompt: answer({"input_embeds": embedding[prompt].tolist()}), prompts[:3]))
+        answers = list(threads.map(lambda prompt: answer({"input_embeds": embedding[prompt].tolist()}), prompts[:3]))
 
-    assert embedded == [answer({"input_ids": prompt}) for prompt in prompts[:3]]
+    for prompt, embedded in zip(prompts, answers):
+        assert cycles(embedded) == cycles(answer({"input_ids": prompt}))
+        if not DTYPE:
+            assert_same_cycles(embedded, oracle.generate(prompt, 50))
     server.wait_until_empty()
