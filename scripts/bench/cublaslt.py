@@ -60,6 +60,10 @@ def _create(name: str, *arguments) -> c_void_p:
     return created
 
 
+def _set(name: str, owner: c_void_p, attribute: int, value) -> None:
+    _call(name, owner, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+
+
 @cache
 def _handle() -> c_void_p:
     return _create("cublasLtCreate")
@@ -83,9 +87,7 @@ class Product:
     def __init__(self, num_rows: int, num_columns: int, size_k: int) -> None:
         self._num_columns = num_columns
         self._operation = _create("cublasLtMatmulDescCreate", _COMPUTE_32F, _CUDA_R_32F)
-        transpose = c_int(_OP_T)
-        size = c_size_t(ctypes.sizeof(transpose))
-        _call("cublasLtMatmulDescSetAttribute", self._operation, _DESC_TRANSA, byref(transpose), size)
+        _set("cublasLtMatmulDescSetAttribute", self._operation, _DESC_TRANSA, c_int(_OP_T))
 
         def layout(rows: int, columns: int) -> c_void_p:
             shape = c_uint64(rows), c_uint64(columns), ctypes.c_int64(rows)
@@ -99,8 +101,7 @@ class Product:
         """The ones that cuBLASLt thinks best, the best first, of those that need no larger a workspace."""
         preference = _create("cublasLtMatmulPreferenceCreate")
         limit = c_size_t(workspace_bytes)
-        size = c_size_t(ctypes.sizeof(limit))
-        _call("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_MAX_WORKSPACE_BYTES, byref(limit), size)
+        _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_MAX_WORKSPACE_BYTES, limit)
         found, count = (_Found * most)(), c_int()
         problem = (self._operation, self._weight, self._x, self._out, self._out, preference)
         _call("cublasLtMatmulAlgoGetHeuristic", _handle(), *problem, most, found, byref(count))

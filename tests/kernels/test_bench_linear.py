@@ -1,10 +1,11 @@
-"""The kernels of scripts/bench_linear.py, which are timed on a GPU, are right."""
+"""The kernels that scripts/bench_linear.py times on a GPU are right."""
 
 from functools import partial
 
 import pytest
 import torch
-from bench_linear import DTYPE, Config, Linear, add_norm, check, in_torch
+from bench.few_rows import DTYPE, Config, Linear, add_norm, in_torch
+from bench_linear import check
 
 SHAPES = pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 64), (16, 130, 520), (19, 7, 200)])
 
