@@ -4,9 +4,14 @@ FlashInfer plans on the host: it reads the lengths of all requests, which waits 
 thread blocks, and copies that to the GPU. The GPU knows the lengths, and can do it alone: no cycle waits for the one
 before. The split must be FlashInfer's own to the last entry, as its kernel derives part of it again, so both are
 compared when the graph is captured.
+
+For a CUDA graph FlashInfer also expects the batch's rows to belong to any of its requests. All blocks have the same
+number of rows, so the tiles of the captured kernel need to be no larger than a block, and every row is one.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import flashinfer
 import torch
@@ -38,7 +43,20 @@ _PLAN_INFO = (
 )
 # `PrefillPlanImpl`, in the same file, plans for so many thread blocks on each multiprocessor.
 _BLOCKS_PER_SM = 2
+# Query rows of a thread block, each with as many rows as query heads share a KV head: `FA2DetermineCtaTileQ` in
+# flashinfer/utils.cuh, for heads of less than 512.
+_TILES = (16, 64, 128)
 _INT32_BYTES = 4
+
+
+def _leave_output_unfilled(wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper) -> None:
+    """FlashInfer clears its output first, for rows that belong to no request. Called again, this changes nothing."""
+    run = partial(type(wrapper).run, wrapper)
+
+    def run_into_empty(q: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], **options) -> torch.Tensor:
+        return run(q, kv_cache, out=q.new_empty((*q.shape[:-1], kv_cache[1].shape[-1])), **options)
+
+    wrapper.run = run_into_empty
 
 
 class FlashInferPlan:
@@ -78,6 +96,8 @@ class FlashInferPlan:
         for i, (window, slot_map) in enumerate(zip(self._windows, self._slot_maps, strict=True)):
             if not is_capturing:
                 self._check(i, bs)
+                self._fit_tiles(i, bs)
+                _leave_output_unfilled(backend.prefill_cuda_graph_metadata[bs][i])
             self._split(i, batch.seq_lens)
             ops.index_kv(
                 self._updater.req_to_token,
@@ -95,6 +115,17 @@ class FlashInferPlan:
 
     def before_replay(self, batch: ForwardBatch) -> None:
         pass
+
+    def _fit_tiles(self, i: int, bs: int) -> None:
+        """Give wrapper `i` the tiles that FlashInfer chooses for blocks where there is no graph, and no more thread
+        blocks than they take. What is smaller than planned fits into the workspace that was planned."""
+        updater = self._updater
+        wrapper = self._backend.prefill_cuda_graph_metadata[bs][i]
+        info = dict(zip(_PLAN_INFO, wrapper._plan_info, strict=True))
+        rows = self._block_size * (updater.num_qo_heads // updater.num_kv_heads)
+        info["cta_tile_q"] = min(info["cta_tile_q"], next((tile for tile in _TILES if rows <= tile), _TILES[-1]))
+        info["padded_batch_size"] = max(self._max_entries, bs * -(-rows // info["cta_tile_q"]))
+        wrapper._plan_info = list(info.values())
 
     def _split(self, i: int, seq_lens: torch.Tensor) -> KVSplit:
         """Plan wrapper `i` for contexts of `seq_lens`, [bs] int64."""
