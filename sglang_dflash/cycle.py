@@ -25,6 +25,7 @@ from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.info import DFlashVerifyInput
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.simulate import SimulatedAcceptance
+from sglang_dflash.verify_logits import VerifyLogits
 
 
 class DecodeCycle:
@@ -39,6 +40,7 @@ class DecodeCycle:
         self._model = draft_runner.model
         self._window = window
         self._head = DraftHead.of(self._model, target_model.lm_head, get_tp_group())
+        self.logits = VerifyLogits(target_model, get_tp_group())
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
@@ -94,15 +96,21 @@ class DecodeCycle:
         block = batch.input_ids.view(-1, self.block_size)
         return block.copy_(self._head(block, output.hidden_states))
 
-    def accept_plain(self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block) -> Acceptance:
+    def accept_plain(
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
+    ) -> Acceptance:
         """Accept what the target's tokens agree with: the argmax of its untouched logits, and of sampled requests a
         draw from their distribution.
 
         Args:
             block: of the same requests; its `parameters` and `seed` are read.
+            in_shards: whether the logits are this rank's own; then all requests are greedy.
         """
-        maxima, tokens = ops.row_max(output.next_token_logits)
-        ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
+        if in_shards:
+            tokens = self.logits.argmax(output.next_token_logits)
+        else:
+            maxima, tokens = ops.row_max(output.next_token_logits)
+            ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
         return self.accept(batch, tokens.view(-1, self.block_size))
 
     def accept(self, batch: ForwardBatch, target_tokens: torch.Tensor) -> Acceptance:

@@ -7,6 +7,7 @@ then writes the next block's inputs, launches one replay, and is free to prepare
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,11 +40,17 @@ class _Captured:
         batch: of the graph's static buffers.
         has_drafted: recorded inside the graph, when the block is on the CPU, before the target has verified it.
         accepted: by the target's plain tokens (`DecodeCycle.accept_plain`); the drafter's context has these rows.
+        layouts: of the attention backends, which may own memory that the graph reads.
     """
 
     batch: ForwardBatch
     has_drafted: torch.cuda.Event
     accepted: Acceptance
+    layouts: tuple
+
+
+def _variant_label(in_shards: bool) -> str | None:
+    return "in shards" if in_shards else None
 
 
 class CycleGraphRunner(DecodeCudaGraphRunner):
@@ -57,7 +64,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         assert not self._draft_plan.needs_host_lens
         # By batch size P: [P, B] int64, pinned, the drafted block.
         self._drafted: dict[int, torch.Tensor] = {}
-        self._captured: dict[int, _Captured] = {}
+        # By batch size, and whether the target's logits stay in their shards.
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._in_shards = False
+        self._variants = [False]
+        # A backend that is prepared before every replay knows one graph of each size.
+        if cycle.logits.have_shards and not self._target_plan.needs_host_lens:
+            self._variants.append(True)
         super().__init__(model_runner)
         # Others that the model has, such as the token count of expert parallelism.
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
@@ -91,17 +104,30 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
         self._draft_plan.capture(self._cycle.draft_batch(batch))
-        # Pinned memory cannot be allocated during a capture.
-        shape = (batch.batch_size, self._cycle.block_size)
-        self._drafted[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        if batch.batch_size not in self._drafted:
+            # Pinned memory cannot be allocated during a capture.
+            shape = (batch.batch_size, self._cycle.block_size)
+            self._drafted[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         return prepared
 
-    def capture_one_shape(self, size: int, forward: Callable, *args, **kwargs) -> None:
-        super().capture_one_shape(size, partial(self._forward, forward), *args, **kwargs)
+    def capture_one_shape(
+        self, size: int, forward: Callable, stream_idx: int | None = None, variant_label: str | None = None
+    ) -> None:
+        # SGLang has variants for LoRA, which is refused.
+        assert variant_label is None
+        for in_shards in self._variants:
+            recorded = partial(self._forward, forward, in_shards)
+            super().capture_one_shape(size, recorded, stream_idx, _variant_label(in_shards))
 
     @shared_schedules()
     def _forward(
-        self, forward: Callable, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs
+        self,
+        forward: Callable,
+        in_shards: bool,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ForwardBatch,
+        **kwargs,
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
@@ -113,16 +139,24 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         has_drafted.record()
         clock.mark(DRAFTED)
         self._target_plan.record(batch)
-        output = forward(input_ids, positions, batch, **kwargs)
-        accepted = cycle.accept_plain(batch, output, self.block(batch.batch_size))
+        with cycle.logits.in_shards() if in_shards else nullcontext():
+            output = forward(input_ids, positions, batch, **kwargs)
+        accepted = cycle.accept_plain(batch, output, self.block(batch.batch_size), in_shards)
         clock.mark(VERIFIED)
         cycle.append(batch, output, accepted)
         clock.mark(APPENDED)
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._captured[batch.batch_size] = _Captured(batch, has_drafted, accepted)
+        backends = (self.attn_backend, cycle.draft_backend)
+        # The next variant of this size gets new ones.
+        layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
+        self._captured[batch.batch_size, in_shards] = _Captured(batch, has_drafted, accepted, layouts)
         return output
 
     # --- replay -----------------------------------------------------------------------------------------------------
+
+    def choose(self, in_shards: bool) -> None:
+        """From now on, replay graphs that leave the target's logits in their shards, where there are such, or not."""
+        self._in_shards = in_shards in self._variants and in_shards
 
     def block(self, bs: int) -> Block | None:
         """The buffers of the graph for a batch size, padded to it; None: no graph is that large."""
@@ -159,10 +193,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             # Padded requests have one token.
             padding = torch.full((padded_bs - bs,), 1 + self._cycle.block_size)
             kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
-            batch = self._captured[padded_bs].batch
+            batch = self._captured[padded_bs, False].batch
             self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
         self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
-        self._replay_graph_key = self._make_graph_key(padded_bs)
+        self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._in_shards))
 
     def execute(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> LogitsProcessorOutput:
         output = super().execute(forward_batch, pp_proxy_tensors)
@@ -174,9 +208,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def accepted(self) -> Acceptance:
         """What the last replay accepted, in memory of its own."""
-        return self._captured[self.bs].accepted.take(self.raw_bs)
+        return self._captured[self.bs, self._in_shards].accepted.take(self.raw_bs)
 
     def grammar_tree(self) -> GrammarTree:
         """The block of the last replay, which the CPU can read before the target has verified it."""
         tree = GrammarTree.from_linear_chain(self._drafted[self.bs][: self.raw_bs])
-        return GrammarTree(tree.resolve(), self._captured[self.bs].has_drafted)
+        return GrammarTree(tree.resolve(), self._captured[self.bs, self._in_shards].has_drafted)

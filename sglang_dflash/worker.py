@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -40,7 +41,6 @@ from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, draw_parameters
-from sglang_dflash.verify_logits import keep_model_dtype
 from sglang_dflash.version import __version__
 from sglang_dflash.weights import differences
 
@@ -63,7 +63,6 @@ class DFlashWorker(BaseSpecWorker):
         target_model = target_worker.model_runner.model
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
-        keep_model_dtype(target_model)
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Equal on all tensor-parallel ranks, which run the same cycles.
@@ -170,11 +169,14 @@ class DFlashWorker(BaseSpecWorker):
 
         # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
         is_plain = self._sampler.is_plain(batch)
+        # Of greedy requests no rank needs the logits of the others.
+        in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
         block, forward_batch, can_replay = self._block_batch(batch, is_plain)
 
         # 2. Draft the block and verify it as a causal chain, in one replay.
         grammar_tree = None
         if can_replay:
+            self._graphs.choose(in_shards)
             output = self._verify(forward_batch)
             if batch.has_grammar:
                 grammar_tree = self._graphs.grammar_tree()
@@ -184,14 +186,15 @@ class DFlashWorker(BaseSpecWorker):
             clock.mark(DRAFTED)
             if batch.has_grammar:
                 grammar_tree = GrammarTree.from_linear_chain(block_tokens)
-            output = self._verify(forward_batch)
+            with cycle.logits.in_shards() if in_shards else nullcontext():
+                output = self._verify(forward_batch)
         assert output.can_run_cuda_graph == can_replay
 
         # 3. Accept a prefix of it, and append its rows to the drafter's context: of a plain batch the replay has.
         if can_replay and is_plain:
             accepted = self._graphs.accepted()
         elif is_plain:
-            accepted = cycle.accept_plain(forward_batch, output.logits_output, block)
+            accepted = cycle.accept_plain(forward_batch, output.logits_output, block, in_shards)
         else:
             block_tokens = forward_batch.input_ids.view(bs, self.block_size)
             target_tokens = self._sampler(

@@ -7,6 +7,7 @@ logits are hardly ever that close: its answers are the same on either, and a dif
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from serving import RETRACT, SMALL_POOL, Settings, assert_same_answers
@@ -20,6 +21,12 @@ CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
 PLAIN = Settings("default")
 TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=CORES)
 SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=CORES + RETRACT)
+_PLUGIN = str(Path(__file__).with_name("gather_check_plugin"))
+LOGGED_TWO_RANKS = Settings(
+    "tp2-logged",
+    flags=(("tp-size", 2),),
+    env=(*CORES, ("PYTHONPATH", os.pathsep.join([_PLUGIN, *filter(None, [os.environ.get("PYTHONPATH")])]))),
+)
 TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
 
 
@@ -69,6 +76,20 @@ def test_sampled_and_constrained_requests(pair, prompts):
 
     assert all(len(answer["output_ids"]) == 40 for i, answer in enumerate(answers) if i % len(kinds) != 2)
     assert all(re.fullmatch("[a-z ]{0,40}", answer["text"]) for answer in answers[2 :: len(kinds)])
+
+
+def test_logits_of_greedy_requests_are_not_gathered(keeper, prompts):
+    server = keeper.server(LOGGED_TWO_RANKS, dflash=True)
+    request = {"max_new_tokens": 40, "ignore_eos": True}
+
+    server.generate(prompts[:4], **request)
+    greedy = server.log().count("verified rows are gathered")
+    server.generate(prompts[:4], temperature=1.0, **request)
+    sampled = server.log().count("verified rows are gathered")
+
+    assert greedy == 0
+    assert sampled > 0
+    server.wait_until_empty()
 
 
 @pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)

@@ -15,7 +15,8 @@ import sglang.srt.utils  # noqa: F401  (SGLang's import order: utils before the 
 from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-from sglang_dflash.draft_head import DraftHead, pack, unpack
+from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.vocab_argmax import pack, unpack
 
 NUM_ROWS = 24
 # (vocabulary, of which added): one row, ranks without a token, one that ends inside a shard, parts of any length.
