@@ -96,8 +96,8 @@ def use_library(name: str) -> None:
         torch.backends.cuda.preferred_blas_library(name)
 
 
-def measure(rows: int, shape: str) -> Iterator[dict]:
-    """PyTorch's libraries first, then cuBLASLt's algorithms, then every configuration."""
+def measure(rows: int, shape: str, tinygemm: bool) -> Iterator[dict]:
+    """PyTorch's libraries first, then FlashInfer's, cuBLASLt's algorithms, and every configuration of ours."""
     num_columns, size_k, is_gated = parse(shape)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if DEVICE == "cuda" else 0
     copies = 1 + 2 * cache // (num_columns * (1 + is_gated) * size_k * 2)
@@ -129,6 +129,18 @@ def measure(rows: int, shape: str) -> Iterator[dict]:
     # What would be left to gain by fetching weights ahead.
     if weights[0].nbytes < cache:
         yield row("cublas, weights in L2", None, microseconds(lambda _: in_library(0), 1))
+    if tinygemm:
+        # Compiles it at first use.
+        from flashinfer.gemm import tinygemm_bf16
+
+        out = x.new_empty(rows, len(weights[0]))
+
+        def in_tinygemm(i: int) -> torch.Tensor:
+            tinygemm_bf16(x, weights[i], out)
+            return activated(out)
+
+        check(partial(in_tinygemm, 0), "tinygemm", want)
+        yield row("tinygemm", None, microseconds(in_tinygemm, copies))
     if DEVICE == "cuda":
         product = cublaslt.Product(rows, num_columns * (1 + is_gated), size_k)
         for limit, name in ((cublaslt.WORKSPACE_BYTES, "algorithm"), (0, "algorithm without workspace")):
@@ -215,18 +227,17 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
         "Weights of N x K, twice as many columns where gated. TB/s are of all bytes, each moved once; ours is the best "
         "configuration.",
         "",
-        "| rows | N x K | cuBLAS, us | TB/s | in L2, us | cuBLASLt, us | best algorithm, us | which | ours, us | "
-        "TB/s | cuBLAS / ours | columns, depth, stages, warps, splits, TMA |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| rows | N x K | cuBLAS, us | TB/s | in L2, us | cuBLASLt, us | tinygemm, us | best algorithm, us | which | "
+        "ours, us | TB/s | cuBLAS / ours | columns, depth, stages, warps, splits, TMA |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (rows, shape), group in itertools.groupby(measured, lambda row: (row["rows"], row["shape"])):
         group = list(group)
         by_name = {row["library"]: row for row in group if row["config"] is None}
         cublas = by_name["cublas"]
         cells = [rows, shape, f"{cublas['us']:.1f}", f"{cublas['tb_s']:.2f}"]
-        cells += [
-            f"{by_name[name]['us']:.1f}" if name in by_name else "" for name in ("cublas, weights in L2", "cublaslt")
-        ]
+        others = ("cublas, weights in L2", "cublaslt", "tinygemm")
+        cells += [f"{by_name[name]['us']:.1f}" if name in by_name else "" for name in others]
         best = fastest(row for name, row in by_name.items() if name.startswith("algorithm"))
         cells += [f"{best['us']:.1f}", best["library"].removeprefix("algorithm ")] if best else ["", ""]
         best = fastest(row for row in group if row["config"])
@@ -246,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 128, 512])
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--tinygemm", action="store_true", help="FlashInfer's GEMM for up to 8 rows, too")
     parser.add_argument("--out", type=Path, default=Path("work/linear"), help="without suffix")
     args = parser.parse_args()
     setup = {
@@ -270,7 +282,7 @@ def main() -> None:
         Path(f"{args.out}.md").write_text(report(setup, measured, layers, args.out.name.replace("_", " ")))
 
     for rows, shape in itertools.product(args.rows, args.shapes):
-        measured += measure(rows, shape)
+        measured += measure(rows, shape, args.tinygemm)
         save()
     if DEVICE == "cuda" and set(LAYER) <= set(args.shapes):
         for rows in few_rows:

@@ -83,6 +83,7 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         plain_tokens=args.plain_tokens,
         requests=args.requests,
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
+        adaptive=args.adaptive,
         chat_arguments=args.chat_arguments,
     )
 
@@ -242,6 +243,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--plain-tokens", type=int, default=96, help="--measure decode: without speculation")
     parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
+    parser.add_argument("--adaptive", action="store_true", help="serve with --speculative-adaptive")
     parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
     parser.add_argument("--together", type=int, help="engines alive at a time; default: what 80 GB hold of an 8B model")
     parser.add_argument("--device", choices=list(_BACKENDS), default=device)

@@ -63,7 +63,6 @@ UNSUPPORTED = (
     "enable_return_routed_experts",
     "enable_return_indexer_topk",
     # Speculation: options of other algorithms, which would be ignored.
-    "speculative_adaptive",
     "speculative_adaptive_config",
     "speculative_token_map",
     "speculative_use_rejection_sampling",
@@ -81,12 +80,19 @@ UNSUPPORTED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_
 
 def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     """AROUND `speculative_hook.handle_speculative_decoding`, which completes some arguments and opens the drafter."""
-    if is_dflash(server_args):
-        hooks.verify()
-        refuse_unsupported(server_args)
-        load_drafter_config(server_args)
-        check_draft_window(server_args)
+    if not is_dflash(server_args):
+        original(server_args)
+        return
+    hooks.verify()
+    refuse_unsupported(server_args)
+    load_drafter_config(server_args)
+    check_draft_window(server_args)
+    # SGLang would switch it off with a warning: its own is for EAGLE.
+    is_adaptive, server_args.speculative_adaptive = server_args.speculative_adaptive, False
     original(server_args)
+    server_args.speculative_adaptive = is_adaptive
+    # What this property would compute from EAGLE's steps, and caches here.
+    vars(server_args)["max_speculative_num_draft_tokens"] = server_args.speculative_num_draft_tokens
 
 
 def is_dflash(server_args: ServerArgs) -> bool:

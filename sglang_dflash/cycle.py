@@ -1,6 +1,6 @@
 """What the GPU does in a decode cycle, step by step: recorded in a CUDA graph, or run as it is.
 
-Shapes: bs requests, B rows of a block, T = bs * B.
+Shapes: bs requests, B rows of a block, of which the first W are verified.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sglang_dflash.verify_logits import VerifyLogits
 
 
 class DecodeCycle:
-    """The steps around the target's forward. Between them travels a TARGET_VERIFY batch of blocks, whose `input_ids`
-    begin as `[bonus, mask x (B - 1)]` and end as the drafted block."""
+    """The steps around the target's forward. From the draft on, a TARGET_VERIFY batch travels between them: the first W
+    rows of every block, which its `spec_info` knows as `draft_token_num`."""
 
     def __init__(
         self, draft_runner: ModelRunner, target_model: nn.Module, block_size: int, window: DraftWindow | None
@@ -42,6 +42,7 @@ class DecodeCycle:
         self._head = DraftHead.of(self._model, target_model.lm_head, get_tp_group())
         self.logits = VerifyLogits(target_model, get_tp_group())
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
+        self._num_target_layers = target_model.config.num_hidden_layers
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
         # Drafter blocks differ from target ones only in who verifies them; one shape-only object serves all cycles.
         self._spec_info = DFlashVerifyInput(
@@ -55,6 +56,10 @@ class DecodeCycle:
     def draft_backend(self) -> AttentionBackend:
         return self._draft_runner.attn_backend
 
+    def num_row_layers(self, bs: int, width: int) -> int:
+        """What a cycle computes, in rows times layers: a measure of its time where no GPU waits for memory."""
+        return bs * (self.block_size * len(self._model.layers) + width * self._num_target_layers)
+
     def reload_weights(self) -> None:
         """The drafter's weights have changed."""
         self._context.fuse_weights()
@@ -64,37 +69,48 @@ class DecodeCycle:
         if self._simulated is not None:
             self._simulated.draw(self.block_size)
 
-    def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """The drafter's view of a batch; its `seq_lens` are still the target's."""
-        kv_lens = batch.seq_lens_cpu
+    def draft_batch(self, batch: ForwardBatch, block: Block, kv_lens: torch.Tensor) -> ForwardBatch:
+        """The drafter's batch of whole blocks; its `seq_lens` are still the target's.
+
+        Args:
+            batch: of the target, and of the same requests as `block`.
+            kv_lens: [bs] on the CPU, for planning: lengths with the whole block, or upper bounds of them.
+        """
         if self._window is not None:
             kv_lens = self._window.host_kv_lens(kv_lens)
         return replace(
             batch,
+            input_ids=block.input_ids,
+            positions=block.positions,
+            out_cache_loc=block.out_cache_loc,
             spec_info=self._spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             seq_lens_cpu=kv_lens,
             seq_lens_sum=int(kv_lens.sum()),
         )
 
-    def draft(self, batch: ForwardBatch, lay_out: Callable[[ForwardBatch], None]) -> torch.Tensor:
-        """Fill in the block: one drafter forward, one argmax per row.
+    def draft(
+        self, batch: ForwardBatch, block: Block, kv_lens: torch.Tensor, lay_out: Callable[[ForwardBatch], None]
+    ) -> torch.Tensor:
+        """Draft the rows that the target verifies: one drafter forward, one argmax per row.
 
         Args:
-            batch: its `input_ids` are overwritten.
+            batch: of the target; its `input_ids` are written, and may be those of `block`.
+            block: `[bonus, mask x (B - 1)]` of the same requests.
+            kv_lens: as in `draft_batch`.
             lay_out: prepares the drafter's attention backend for a batch.
 
         Returns:
-            [bs, B] int64, the bonus token and the draft tokens, in the memory of `input_ids`.
+            [bs, W] int64, the bonus token and the draft tokens, in the memory of `input_ids`.
         """
-        draft_batch = self.draft_batch(batch)
+        draft_batch = self.draft_batch(batch, block, kv_lens)
         if self._window is not None:
             draft_batch.seq_lens = self._window.fill(batch.req_pool_indices, batch.seq_lens)
         lay_out(draft_batch)
         with forward_context(ForwardContext(attn_backend=self.draft_backend)):
-            output = self._model.forward(batch.input_ids, batch.positions, draft_batch)
-        block = batch.input_ids.view(-1, self.block_size)
-        return block.copy_(self._head(block, output.hidden_states))
+            output = self._model.forward(block.input_ids, block.positions, draft_batch)
+        rows = batch.input_ids.view(-1, batch.spec_info.draft_token_num)
+        return rows.copy_(self._head(block.input_ids.view(-1, self.block_size), output.hidden_states, rows.shape[1]))
 
     def accept_plain(
         self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
@@ -111,18 +127,18 @@ class DecodeCycle:
         else:
             maxima, tokens = ops.row_max(output.next_token_logits)
             ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
-        return self.accept(batch, tokens.view(-1, self.block_size))
+        return self.accept(batch, tokens)
 
     def accept(self, batch: ForwardBatch, target_tokens: torch.Tensor) -> Acceptance:
         """Accept a prefix of the block.
 
         Args:
-            target_tokens: [bs, B] int64, the target's choice after every row.
+            target_tokens: [bs * W] int64, the target's choice after every row.
         """
-        block = batch.input_ids.view(-1, self.block_size)
-        accepted = ops.accept_prefix(block, target_tokens, batch.seq_lens)
+        rows = batch.input_ids.view(-1, batch.spec_info.draft_token_num)
+        accepted = ops.accept_prefix(rows, target_tokens.view_as(rows), batch.seq_lens)
         if self._simulated is not None:
-            accepted = self._simulated(accepted, block, batch.seq_lens)
+            accepted = self._simulated(accepted, rows, batch.seq_lens)
         return accepted
 
     def append(self, batch: ForwardBatch, output: LogitsProcessorOutput, accepted: Acceptance) -> None:

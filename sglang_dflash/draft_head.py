@@ -34,20 +34,21 @@ class DraftHead:
             return cls(target_lm_head, tp_group)
         return cls(drafter.lm_head, tp_group, drafter.target_tokens)
 
-    def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Fill in the block.
+    def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor, width: int) -> torch.Tensor:
+        """Fill in the first rows of the block.
 
         Args:
             block_ids: [bs, B] int64, column 0 is the bonus token.
             hidden_states: [bs * B, H], the drafter's rows.
+            width: W, how many rows will be verified.
 
         Returns:
-            [bs, B] int64: the bonus token and B - 1 draft tokens.
+            [bs, W] int64: the bonus token and W - 1 draft tokens.
         """
         bs, block_size = block_ids.shape
         # Row 0 predicts the bonus token, which is already known.
-        rows = hidden_states.view(bs, block_size, -1)[:, 1:].reshape(bs * (block_size - 1), -1)
+        rows = hidden_states.view(bs, block_size, -1)[:, 1:width].reshape(bs * (width - 1), -1)
         tokens = self._argmax(self._lm_head.quant_method.apply(self._lm_head, rows))
         if self._target_tokens is not None:
             tokens = self._target_tokens[tokens]
-        return torch.cat((block_ids[:, :1], tokens.view(bs, block_size - 1)), dim=1)
+        return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)

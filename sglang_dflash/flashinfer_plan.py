@@ -197,6 +197,7 @@ class FlashInferPlan:
             window_left=-1 if window is None else window,
             q_data_type=updater.q_data_type,
             kv_data_type=updater.data_type,
+            o_data_type=updater.q_data_type,
             qo_indptr_host=torch.arange(0, (bs + 1) * block_size, block_size, dtype=torch.int32),
             kv_indptr_host=kv_indptr,
             kv_lens_host=kv_lens,

@@ -2,21 +2,29 @@
 
 The graph is SGLang's own of the target's TARGET_VERIFY forward, with our steps recorded before and behind it. The host
 then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
+
+Shapes: P requests of a graph, a block has B rows, of which the first W are verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.block_plan import block_plan
@@ -27,9 +35,16 @@ from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.reference.sample_rows import DrawParameters
 
+logger = logging.getLogger(__name__)
+
 # SGLang's buffers of a graph that every target has: those in :class:`Block`, and others that it may leave unused.
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
 _COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
+
+# Fewer rows are verified of batches whose cycles take so many times as long as the shortest: smaller ones wait for
+# weights, however many rows there are.
+BUSY = 1.05
+_TIMED_REPLAYS = 3
 
 
 @dataclass(frozen=True)
@@ -56,13 +71,30 @@ def _variant_label(in_shards: bool) -> str | None:
 class CycleGraphRunner(DecodeCudaGraphRunner):
     """Takes the place of the target's decode graph runner."""
 
-    def __init__(self, model_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
-        self._cycle, self._clock = cycle, clock
-        self._target_plan = block_plan(model_runner.attn_backend, cycle.block_size)
-        self._draft_plan = block_plan(cycle.draft_backend, cycle.block_size)
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        cycle: DecodeCycle,
+        clock: CycleClock,
+        width: int,
+        attn_backend: AttentionBackend | None = None,
+        whole: CycleGraphRunner | None = None,
+        min_bs: int = 1,
+    ) -> None:
+        """
+        Args:
+            width: W.
+            attn_backend: of the target, for blocks of W rows; None: its own, for whole blocks.
+            whole: where W < B, the runner of whole blocks, whose drafts these are too.
+            min_bs: of the batches that are captured.
+        """
+        self.width, self._min_bs = width, min_bs
+        self._cycle, self._clock, self._whole = cycle, clock, whole
+        self._target_plan = block_plan(attn_backend or model_runner.attn_backend, width)
+        self._draft_plan = whole._draft_plan if whole else block_plan(cycle.draft_backend, cycle.block_size)
         # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
         assert not self._draft_plan.needs_host_lens
-        # By batch size P: [P, B] int64, pinned, the drafted block.
+        # By batch size P: [P, W] int64, pinned, the rows that are verified.
         self._drafted: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
         self._captured: dict[tuple[int, bool], _Captured] = {}
@@ -71,7 +103,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         # A backend that is prepared before every replay knows one graph of each size.
         if cycle.logits.have_shards and not self._target_plan.needs_host_lens:
             self._variants.append(True)
-        super().__init__(model_runner)
+        super().__init__(model_runner, attn_backend=attn_backend, speculative_num_draft_tokens=width)
         # Others that the model has, such as the token count of expert parallelism.
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
@@ -79,16 +111,53 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def install(cls, target_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
         """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
         # SGLang takes the class from this method, "to install specialized decode graph runners".
-        target_runner._decode_cuda_graph_runner_cls = lambda: partial(cls, cycle=cycle, clock=clock)
+        target_runner._decode_cuda_graph_runner_cls = lambda: partial(
+            cls, cycle=cycle, clock=clock, width=cycle.block_size
+        )
+
+    def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
+        """Capture the same cycles, of batches from `min_bs` on, with `width` rows of every block verified."""
+        # What backends are built for.
+        get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
+        try:
+            attn_backend = self.model_runner._get_attention_backend()
+            return type(self)(self.model_runner, self._cycle, self._clock, width, attn_backend, self, min_bs)
+        finally:
+            get_context().override("sglang_dflash", speculative_num_draft_tokens=self.width)
+
+    @contextmanager
+    def serving(self, in_shards: bool) -> Iterator[None]:
+        """Meanwhile the target's forward goes through this runner and its backend, and leaves logits in their shards
+        where it is asked to and can."""
+        self._in_shards = in_shards in self._variants and in_shards
+        runner = self.model_runner
+        others = runner.attn_backend, runner.decode_cuda_graph_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = self.attn_backend, self
+        try:
+            yield
+        finally:
+            runner.attn_backend, runner.decode_cuda_graph_runner = others
 
     # --- capture ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        # Of the requests of the largest graph; greedy while graphs are captured.
-        self._parameters = DrawParameters.greedy(self.max_bs, self.device)
-        self._seed = torch.zeros(1, dtype=torch.int64, device=self.device)
-        # SGLang has given its own backend its buffers by now.
-        self._cycle.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
+        buffers = self.buffers
+        requests = (buffers.req_pool_indices, buffers.seq_lens)
+        if self._whole is None:
+            rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
+            # Of the requests of the largest graph; greedy while graphs are captured.
+            parameters = DrawParameters.greedy(self.max_bs, self.device)
+            seed = torch.zeros(1, dtype=torch.int64, device=self.device)
+            # SGLang has given its own backend its buffers by now.
+            self._cycle.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
+        else:
+            assert set(self.capture_bs) <= set(self._whole.capture_bs)
+            # Slot 0 is where padding goes.
+            shape = (3, self.max_bs * self._cycle.block_size)
+            rows = torch.zeros(shape, dtype=torch.int64, device=self.device).unbind()
+            parameters, seed = self._whole._block.parameters, self._whole._block.seed
+        self._block = Block(*rows, *requests, parameters, seed)
+        self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
     def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
@@ -96,17 +165,19 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return DFlashVerifyInput(
             draft_token=None,
             positions=None,
-            draft_token_num=self._cycle.block_size,
+            draft_token_num=self.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
 
     def capture_prepare(self, *args, **kwargs):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
-        self._draft_plan.capture(self._cycle.draft_batch(batch))
+        if self._whole is None:
+            block = self.block(batch.batch_size)
+            self._draft_plan.capture(self._cycle.draft_batch(batch, block, batch.seq_lens_cpu))
         if batch.batch_size not in self._drafted:
             # Pinned memory cannot be allocated during a capture.
-            shape = (batch.batch_size, self._cycle.block_size)
+            shape = (batch.batch_size, self.width)
             self._drafted[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         return prepared
 
@@ -132,8 +203,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
         clock.mark(BEGUN)
-        block = cycle.draft(batch, self._draft_plan.record)
-        self._drafted[batch.batch_size].copy_(block, non_blocking=True)
+        block = self.block(batch.batch_size)
+        if self._whole is not None:
+            verified = block.verified(self.width)
+            batch.positions.copy_(verified.positions)
+            batch.out_cache_loc.copy_(verified.out_cache_loc)
+        drafted = cycle.draft(batch, block, batch.seq_lens_cpu, self._draft_plan.record)
+        self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)
         # External: the host waits for it while the rest of the graph runs.
         has_drafted = torch.cuda.Event(external=True)
         has_drafted.record()
@@ -141,7 +217,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._target_plan.record(batch)
         with cycle.logits.in_shards() if in_shards else nullcontext():
             output = forward(input_ids, positions, batch, **kwargs)
-        accepted = cycle.accept_plain(batch, output, self.block(batch.batch_size), in_shards)
+        accepted = cycle.accept_plain(batch, output, block, in_shards)
         clock.mark(VERIFIED)
         cycle.append(batch, output, accepted)
         clock.mark(APPENDED)
@@ -154,31 +230,47 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
-    def choose(self, in_shards: bool) -> None:
-        """From now on, replay graphs that leave the target's logits in their shards, where there are such, or not."""
-        self._in_shards = in_shards in self._variants and in_shards
-
     def block(self, bs: int) -> Block | None:
-        """The buffers of the graph for a batch size, padded to it; None: no graph is that large."""
-        if bs > self.max_bs:
-            return None
-        buffers = self.buffers
-        block = Block(
-            buffers.input_ids,
-            buffers.positions,
-            buffers.out_cache_loc,
-            buffers.req_pool_indices,
-            buffers.seq_lens,
-            self._parameters,
-            self._seed,
+        """The buffers of the graph for a batch size, padded to it; None: there is no such graph."""
+        return self._block.take(self.padded(bs), self._cycle.block_size) if self.has(bs) else None
+
+    def verified(self, bs: int) -> Block:
+        """The first W rows of those blocks, of `bs` requests: positions, slots and drafts once they were replayed."""
+        rows, buffers = slice(bs * self.width), self.buffers
+        return replace(
+            self._block.take(bs, self._cycle.block_size),
+            input_ids=buffers.input_ids[rows],
+            positions=buffers.positions[rows],
+            out_cache_loc=buffers.out_cache_loc[rows],
         )
-        return block.take(self._pad_to_bucket(bs, self.capture_bs), self._cycle.block_size)
+
+    def has(self, bs: int) -> bool:
+        """Whether there is a graph for a batch size."""
+        return self._min_bs <= bs <= self.max_bs
+
+    def padded(self, bs: int) -> int:
+        """The batch size of that graph."""
+        return self._pad_to_bucket(bs, self.capture_bs)
+
+    def seconds(self, bs: int) -> float:
+        """What a replay takes, of requests without a context."""
+        key = self._make_graph_key(bs)
+        times = []
+        with self.backend.replay_session():
+            for _ in range(_TIMED_REPLAYS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                self.backend.replay(key, self._captured[bs, False].batch)
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)
 
     def load_batch(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> None:
         """Prepare a replay for a batch whose inputs are in the buffers of `block` already."""
         bs = forward_batch.batch_size
-        padded_bs = self._pad_to_bucket(bs, self.capture_bs)
-        num_tokens, padded_num_tokens = (size * self._cycle.block_size for size in (bs, padded_bs))
+        padded_bs = self.padded(bs)
+        num_tokens, padded_num_tokens = (size * self.width for size in (bs, padded_bs))
         self._validate_capture_hidden_mode(forward_batch)
         self.deepep_adapter.replay()
         if self._has_more_inputs or forward_batch.mrope_positions is not None:
@@ -191,7 +283,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             )
         if self._target_plan.needs_host_lens:
             # Padded requests have one token.
-            padding = torch.full((padded_bs - bs,), 1 + self._cycle.block_size)
+            padding = torch.full((padded_bs - bs,), 1 + self.width)
             kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
             batch = self._captured[padded_bs, False].batch
             self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
@@ -214,3 +306,45 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """The block of the last replay, which the CPU can read before the target has verified it."""
         tree = GrammarTree.from_linear_chain(self._drafted[self.bs][: self.raw_bs])
         return GrammarTree(tree.resolve(), self._captured[self.bs, self._in_shards].has_drafted)
+
+
+class CycleGraphs:
+    """The runners of every width that is verified.
+
+    Attributes:
+        widths: ascending; the last is a whole block.
+    """
+
+    def __init__(self, whole: CycleGraphRunner, narrow_widths: tuple[int, ...]) -> None:
+        """Capture the other widths beside `whole`, for batches that keep a GPU computing, and time them all."""
+        self._whole, self._runners = whole, {whole.width: whole}
+        self._seconds: dict[tuple[int, int], float] = {}
+        if narrow_widths:
+            self._time(whole)
+            sizes = [bs for bs in whole.capture_bs if self._seconds[bs, whole.width] > BUSY * self.least_seconds]
+            for width in narrow_widths if sizes else ():
+                self._runners[width] = whole.narrower(width, min_bs=sizes[0])
+                self._time(self._runners[width])
+            ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
+            log_info_on_rank0(logger, f"A cycle's ms by batch size and verified rows of a block: {ms}")
+        self.widths = tuple(sorted(self._runners))
+
+    @property
+    def least_seconds(self) -> float:
+        """Of the cycles that were timed: about as long as the weights take to be read."""
+        return min(self._seconds.values())
+
+    def __getitem__(self, width: int) -> CycleGraphRunner:
+        return self._runners[width]
+
+    def cost(self, bs: int, width: int) -> float:
+        """What a cycle takes, in seconds. Where there is no graph, whole blocks are verified."""
+        runner = self._runners[width]
+        if not runner.has(bs):
+            return 1.0 if runner is self._whole else math.inf
+        return self._seconds[runner.padded(bs), width]
+
+    def _time(self, runner: CycleGraphRunner) -> None:
+        seconds = {(bs, runner.width): runner.seconds(bs) for bs in runner.capture_bs}
+        # Every rank chooses by the same times, as it must by the same rule.
+        self._seconds |= get_tp_group().broadcast_object(seconds, src=0)

@@ -47,6 +47,7 @@ class CycleMetrics:
     def __init__(self, server_args: ServerArgs, ps: ParallelState, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._blocks: Counter[int] = Counter()
+        self._widths: Counter[int] = Counter()
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._cycle = 0
         # Of the cycles that the scheduler has not seen the end of, in order.
@@ -61,10 +62,11 @@ class CycleMetrics:
         self._pending.append(self.clock.read() if self._cycle % _TIMED_EVERY == 0 else None)
         self._cycle += 1
 
-    def complete(self, num_correct_drafts: list[int]) -> None:
-        """The oldest cycle has ended: drafts accepted of each request, without the bonus tokens."""
+    def complete(self, num_correct_drafts: list[int], width: int) -> None:
+        """The oldest cycle has ended: drafts accepted of each request, without the bonus tokens, of `width` rows."""
         blocks = Counter(correct + 1 for correct in num_correct_drafts)
         self._blocks.update(blocks)
+        self._widths[width] += len(num_correct_drafts)
         if self._prometheus is None:
             return
         times = self._pending.popleft()
@@ -83,14 +85,20 @@ class CycleMetrics:
         snapshot: dict = {"verified_blocks": num_blocks}
         if num_blocks:
             snapshot["acceptance_length"] = sum(n * count for n, count in self._blocks.items()) / num_blocks
+            snapshot["blocks_by_verified_rows"] = dict(sorted(self._widths.items()))
+            # Of the blocks that were verified that far.
             snapshot["acceptance_rate_by_position"] = [
-                sum(count for n, count in self._blocks.items() if n > position) / num_blocks
+                _over(self._blocks, position) / max(1, _over(self._widths, position))
                 for position in range(1, self._block_size)
             ]
         total = sum(self._seconds.values())
         if total:
             snapshot["time_share"] = {stage: seconds / total for stage, seconds in self._seconds.items()}
         return snapshot
+
+
+def _over(counts: Counter[int], bound: int) -> int:
+    return sum(count for n, count in counts.items() if n > bound)
 
 
 def _exports(server_args: ServerArgs, ps: ParallelState) -> bool:

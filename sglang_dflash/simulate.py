@@ -47,15 +47,16 @@ class SimulatedAcceptance:
 
         Args:
             accepted: the real decision, for its shape.
-            block_tokens: [bs, B], the verified rows.
+            block_tokens: [bs, W], the verified rows.
             seq_lens: [bs].
         """
-        bs, block_size = accepted.out_tokens.shape
-        simulated = Acceptance.empty(bs, block_size, seq_lens.device)
+        bs, width = accepted.out_tokens.shape
+        length = self._length.clamp(max=width)
+        simulated = Acceptance.empty(bs, width, seq_lens.device)
         simulated.packed.fill_(_FIXED_TOKEN)
         if SIMULATE_ACC_TOKEN_MODE == "real-draft-token":
             simulated.out_tokens[:, :-1] = block_tokens[:, 1:]
-            simulated.bonus_tokens.copy_(simulated.out_tokens.index_select(1, self._length - 1)[:, 0])
-        simulated.accept_lens.copy_(self._length.expand(bs))
-        torch.add(seq_lens, self._length, out=simulated.new_seq_lens)
+            simulated.bonus_tokens.copy_(simulated.out_tokens.index_select(1, length - 1)[:, 0])
+        simulated.accept_lens.copy_(length.expand(bs))
+        torch.add(seq_lens, length, out=simulated.new_seq_lens)
         return simulated

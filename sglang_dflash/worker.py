@@ -34,13 +34,14 @@ from sglang_dflash.config import ConfigError
 from sglang_dflash.cycle import DecodeCycle
 from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.drafter_runner import build_draft_worker
-from sglang_dflash.graphs import CycleGraphRunner
+from sglang_dflash.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.memory import KVMemory, check_window_pool
 from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, draw_parameters
+from sglang_dflash.verify_width import VerifyWidth, verify_widths
 from sglang_dflash.version import __version__
 from sglang_dflash.weights import differences
 
@@ -104,9 +105,26 @@ class DFlashWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
         runner = self.target_worker.model_runner.decode_cuda_graph_runner
-        self._graphs = runner if isinstance(runner, CycleGraphRunner) else None
-        if self._graphs is None and isinstance(runner, DecodeCudaGraphRunner):
+        whole = runner if isinstance(runner, CycleGraphRunner) else None
+        if whole is None and isinstance(runner, DecodeCudaGraphRunner):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
+        is_adaptive = self.draft_model_runner.server_args.speculative_adaptive
+        if is_adaptive and whole is None and self.device != "cpu":
+            # Attention backends verify as many rows as they were built for.
+            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and --disable-cuda-graph leaves none.")
+        widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
+        self._graphs = None if whole is None else CycleGraphs(whole, widths[:-1])
+        if self._graphs is None:
+            self._width = VerifyWidth(widths, self._cycle.num_row_layers)
+        else:
+            self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
+        # Cycles were timed without contexts, whose keys and values are read as fast as weights.
+        self._seconds_per_kv_token = 0.0
+        if self._graphs is not None and len(self._graphs.widths) > 1:
+            runners = (self.target_worker.model_runner, self.draft_model_runner)
+            weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
+            kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
+            self._seconds_per_kv_token = self._graphs.least_seconds * kv_bytes / weight_bytes
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -126,7 +144,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
-        self._metrics.complete(num_correct_drafts_per_req)
+        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape; if it has another, False and why."""
@@ -166,39 +184,42 @@ class DFlashWorker(BaseSpecWorker):
             return self._idle(on_publish)
         cycle, clock, bs = self._cycle, self._metrics.clock, batch.batch_size()
         cycle.begin()
+        kv_lens = self._host_kv_lens(batch, self.block_size)
+        width = self._width.choose(bs, self._seconds_per_kv_token * int(kv_lens.sum()))
+        graphs = None if self._graphs is None else self._graphs[width]
 
         # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
         is_plain = self._sampler.is_plain(batch)
         # Of greedy requests no rank needs the logits of the others.
         in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
-        block, forward_batch, can_replay = self._block_batch(batch, is_plain)
+        block, forward_batch, can_replay = self._block_batch(batch, is_plain, width, graphs)
 
-        # 2. Draft the block and verify it as a causal chain, in one replay.
+        # 2. Draft the block and verify its first rows as a causal chain, in one replay.
         grammar_tree = None
         if can_replay:
-            self._graphs.choose(in_shards)
-            output = self._verify(forward_batch)
+            with graphs.serving(in_shards):
+                output = self._verify(forward_batch)
             if batch.has_grammar:
-                grammar_tree = self._graphs.grammar_tree()
+                grammar_tree = graphs.grammar_tree()
         else:
             clock.mark(BEGUN)
-            block_tokens = cycle.draft(forward_batch, cycle.draft_backend.init_forward_metadata)
+            drafted = cycle.draft(forward_batch, block, kv_lens, cycle.draft_backend.init_forward_metadata)
             clock.mark(DRAFTED)
             if batch.has_grammar:
-                grammar_tree = GrammarTree.from_linear_chain(block_tokens)
+                grammar_tree = GrammarTree.from_linear_chain(drafted)
             with cycle.logits.in_shards() if in_shards else nullcontext():
                 output = self._verify(forward_batch)
         assert output.can_run_cuda_graph == can_replay
 
         # 3. Accept a prefix of it, and append its rows to the drafter's context: of a plain batch the replay has.
         if can_replay and is_plain:
-            accepted = self._graphs.accepted()
+            accepted = graphs.accepted()
         elif is_plain:
             accepted = cycle.accept_plain(forward_batch, output.logits_output, block, in_shards)
         else:
-            block_tokens = forward_batch.input_ids.view(bs, self.block_size)
+            drafted = forward_batch.input_ids.view(bs, width)
             target_tokens = self._sampler(
-                batch, output.logits_output, block_tokens, forward_batch.positions, grammar_tree, grammar_barrier
+                batch, output.logits_output, drafted, forward_batch.positions, grammar_tree, grammar_barrier
             )
             accepted = cycle.accept(forward_batch, target_tokens)
 
@@ -216,12 +237,14 @@ class DFlashWorker(BaseSpecWorker):
         output.logits_output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
         return self._result(accepted, output)
 
-    def _block_batch(self, batch: ScheduleBatch, is_plain: bool) -> tuple[Block, ForwardBatch, bool]:
-        """The `[bonus, mask x (B - 1)]` blocks of a batch, a TARGET_VERIFY batch of them, and whether a graph can be
-        replayed for it."""
+    def _block_batch(
+        self, batch: ScheduleBatch, is_plain: bool, width: int, graphs: CycleGraphRunner | None
+    ) -> tuple[Block, ForwardBatch, bool]:
+        """The `[bonus, mask x (B - 1)]` blocks of a batch, a TARGET_VERIFY batch of their first `width` rows, and
+        whether a graph can be replayed for it."""
         draft_input: DFlashDraftInput = batch.spec_info
         bs = batch.batch_size()
-        static = None if self._graphs is None else self._graphs.block(bs)
+        static = None if graphs is None else graphs.block(bs)
         block = Block.empty(bs, self.block_size, self.device) if static is None else static
         ops.prepare_block(
             draft_input.bonus_tokens,
@@ -234,24 +257,26 @@ class DFlashWorker(BaseSpecWorker):
             block,
         )
         block = block.take(bs, self.block_size)
+        verified = block.verified(width) if static is None else graphs.verified(bs)
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        batch.input_ids = block.input_ids
-        batch.out_cache_loc = block.out_cache_loc
+        batch.input_ids = verified.input_ids
+        batch.out_cache_loc = verified.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens_cpu = self._host_kv_lens(batch, width)
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         batch.spec_info = DFlashVerifyInput(
-            draft_token=block.input_ids,
-            positions=block.positions,
-            draft_token_num=self.block_size,
+            draft_token=verified.input_ids,
+            positions=verified.positions,
+            draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
-        batch.seq_lens_cpu, batch.seq_lens_sum = self._host_kv_lens(batch, draft_input)
         forward_batch = ForwardBatch.init_new(
             batch,
             self.target_worker.model_runner,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
-        return block, forward_batch, static is not None and self._graphs.can_run_graph(forward_batch)
+        return block, forward_batch, static is not None and graphs.can_run_graph(forward_batch)
 
     def _verify(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
         return self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
@@ -300,15 +325,13 @@ class DFlashWorker(BaseSpecWorker):
             accept_lens=accepted.accept_lens,
             new_seq_lens=accepted.new_seq_lens,
             next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
-            speculative_num_draft_tokens=self.block_size,
+            speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             can_run_cuda_graph=output.can_run_cuda_graph,
         )
 
-    def _host_kv_lens(self, batch: ScheduleBatch, draft_input: DFlashDraftInput) -> tuple[torch.Tensor, int]:
-        """KV lengths on the CPU for planning, the block included: exact where a backend asked the scheduler for
-        sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
+    def _host_kv_lens(self, batch: ScheduleBatch, num_rows: int) -> torch.Tensor:
+        """[bs] on the CPU, KV lengths for planning, with so many rows of a block: exact where a backend asked the
+        scheduler for sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
         if batch.seq_lens_cpu is not None:
-            kv_lens = batch.seq_lens_cpu + self.block_size
-        else:
-            kv_lens = draft_input.reserved_seq_lens_cpu
-        return kv_lens, int(kv_lens.sum())
+            return batch.seq_lens_cpu + num_rows
+        return batch.spec_info.reserved_seq_lens_cpu

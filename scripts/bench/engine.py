@@ -66,6 +66,7 @@ class Workload:
         plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
         requests: "requests": answers per measurement; None: 4 per client.
         accept_length: simulated; None: the drafter's own.
+        adaptive: whether workers get `--speculative-adaptive`, which the in-tree one ignores.
         chat_arguments: for the chat template of the target's tokenizer.
     """
 
@@ -76,6 +77,7 @@ class Workload:
     plain_tokens: int
     requests: int | None
     accept_length: float | None
+    adaptive: bool
     chat_arguments: dict
 
     @property
@@ -133,6 +135,7 @@ def engine_arguments(
     if configuration.mode != "none":
         arguments["speculative_algorithm"] = "DFLASH"
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
+        arguments["speculative_adaptive"] = workload.adaptive
         if configuration.block_size is not None:
             arguments["speculative_dflash_block_size"] = configuration.block_size
         if configuration.draft_window is not None:

@@ -318,7 +318,7 @@ def test_unsupported_flag(field):
     assert message == f"{flag} {value} is not supported with --speculative-algorithm DFLASH."
 
 
-@pytest.mark.parametrize("field", ["enable_lora", "enable_two_batch_overlap", "lora_paths", "speculative_adaptive"])
+@pytest.mark.parametrize("field", ["enable_lora", "enable_two_batch_overlap", "lora_paths"])
 def test_flag_that_is_off_is_accepted(field):
     resolve(**{field: [] if field == "lora_paths" else False})
 

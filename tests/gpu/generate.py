@@ -1,7 +1,7 @@
 """Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
 
 usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--varied-lengths] [--sampled] [--draft-window TOKENS]
-    [--kv-cache-dtype DTYPE]
+    [--kv-cache-dtype DTYPE] [--adaptive]
 
 DRAFT_BACKEND `none` is no speculation. BACKEND `default` leaves every flag of a server at its default.
 """
@@ -25,12 +25,14 @@ def main(
     sampled: bool,
     draft_window: int | None,
     kv_cache_dtype: str,
+    adaptive: bool,
 ) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(DRAFTER_DIR),
         "speculative_draft_attention_backend": None if draft_backend == "default" else draft_backend,
         "speculative_draft_window_size": draft_window,
+        "speculative_adaptive": adaptive,
     }
     flags = {
         "attention_backend": backend,
@@ -47,7 +49,6 @@ def main(
         **({} if backend == "default" else flags),
         **({} if draft_backend == "none" else dflash),
     )
-    server_info = engine.get_server_info()["internal_states"][0]
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
     drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95} if sampled else {}
@@ -62,6 +63,7 @@ def main(
     for start in range(0, len(prompts), 8):
         rows = slice(start, start + 8)
         outputs += engine.generate(input_ids=prompts[rows], sampling_params=sampling[rows], **options)
+    server_info = engine.get_server_info()["internal_states"][0]
     engine.shutdown()
     results = [
         {
@@ -84,4 +86,5 @@ if __name__ == "__main__":
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft-window", type=int)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--adaptive", action="store_true")
     main(**vars(parser.parse_args()))

@@ -107,6 +107,19 @@ def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fewer_rows_verified(backend, tmp_path):
+    """`--speculative-adaptive`, every width in turn."""
+    plain = generate(tmp_path, backend, "none", "--varied-lengths")
+    dflash, cycles = generate_checked(tmp_path, "width_check", backend, backend, "--varied-lengths", "--adaptive")
+    same = count_identical(plain["results"], dflash["results"], TIE)
+    print(f"\n{backend}: {same} of {len(plain['results'])} identical, {dflash['worker']['blocks_by_verified_rows']}")
+    widths = {(cycle["bs"], cycle["width"]) for cycle in cycles}
+    assert widths == {(bs, width) for bs in range(1, 9) for width in (4, 8, 12, 16)}
+    assert all(cycle["replayed"] for cycle in cycles)
+
+
+@pytest.mark.gpu
 def test_fp8_kv(tmp_path):
     """Keys and values of target and drafter in a byte each: the text is another one, and drafts fit it as well."""
     dflash = generate(tmp_path, "triton", "triton", "--kv-cache-dtype", "fp8_e4m3")

@@ -42,8 +42,12 @@ def register():
         graphs = runner.decode_cuda_graph_runner
         accepted, drafted = graphs.accepted(), forward_batch.input_ids.clone()
 
+        block = graphs.block(forward_batch.batch_size).take(forward_batch.batch_size, cycle.block_size)
         drafted_again = cycle.draft(
-            replace(forward_batch, input_ids=begun), cycle.draft_backend.init_forward_metadata
+            replace(forward_batch, input_ids=begun.clone()),
+            replace(block, input_ids=begun),
+            forward_batch.seq_lens_cpu,
+            cycle.draft_backend.init_forward_metadata,
         ).view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
@@ -53,8 +57,7 @@ def register():
             eager = verify(worker, same_block)
         finally:
             runner.decode_cuda_graph_runner = graphs
-        block = graphs.block(forward_batch.batch_size).take(forward_batch.batch_size, cycle.block_size)
-        accepted_again = cycle.accept_plain(same_block, eager.logits_output, block)
+        accepted_again = cycle.accept_plain(same_block, eager.logits_output, block, in_shards=False)
         replayed_hidden, eager_hidden = (out.logits_output.hidden_states.float() for out in (output, eager))
         hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
         record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)

@@ -1,0 +1,126 @@
+"""A plugin for the tests: CUDA graphs without CUDA.
+
+SGLang's decode graph runner, and ours, with a backend that runs again what it was given to capture. Attention is
+prepared in each of those runs, so it needs no plan; everything else of `graphs.py` is as on a GPU. SGLang finds the
+plugin through the entry point beside it, where this folder is in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class EagerBackend:
+    """In place of `FullCudaGraphBackend`."""
+
+    def __init__(self, runner) -> None:
+        self._runner, self._captured, self._replayed = runner, {}, set()
+
+    @contextmanager
+    def capture_session(self, stream):
+        yield
+
+    @contextmanager
+    def replay_session(self):
+        yield
+
+    def capture_one(self, key, forward, capture_inputs=None, post_warmup_hook=None) -> None:
+        forward()
+        self._captured[key] = forward
+
+    def can_run(self, forward_batch, key) -> bool:
+        return key in self._captured
+
+    def replay(self, key, forward_batch):
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        if key not in self._replayed:
+            self._replayed.add(key)
+            logger.warning("Replayed: %d rows of %s", self._runner.width, key)
+        with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
+            return self._captured[key]()
+
+
+class Event:
+    """In place of `torch.cuda.Event`."""
+
+    def __init__(self, **options) -> None:
+        self.time = 0.0
+
+    def record(self, stream=None) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+class Plan:
+    """A `BlockPlan` of whatever backend."""
+
+    needs_host_lens = False
+
+    def __init__(self, backend, block_size) -> None:
+        self._backend = backend
+
+    def capture(self, batch) -> None:
+        pass
+
+    def record(self, batch) -> None:
+        self._backend.init_forward_metadata(batch)
+
+
+def register() -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+
+    from sglang_dflash import graphs
+    from sglang_dflash.worker import DFlashWorker
+
+    empty = torch.empty
+
+    def unpinned(*args, pin_memory=False, **options):
+        return empty(*args, **options)
+
+    @contextmanager
+    def graph_capture(stream=None):
+        yield SimpleNamespace(stream=None)
+
+    torch.empty = unpinned
+    torch.cuda.Event = Event
+    decode_cuda_graph_runner.graph_capture = graph_capture
+    decode_cuda_graph_runner.resolve_decode_backend = EagerBackend
+    decode_cuda_graph_runner.get_available_gpu_memory = lambda *args, **options: 0.0
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+    TorchNativeAttnBackend.forward_metadata = None
+    TorchNativeAttnBackend.init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None
+    TorchNativeAttnBackend.init_forward_metadata_out_graph = lambda self, batch, in_capture=False: None
+    TorchNativeAttnBackend.init_forward_metadata_in_graph = lambda self, batch: None
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+    graphs.block_plan = Plan
+    # A CPU is always busy; noise must not decide which sizes are captured.
+    graphs.BUSY = 0
+
+    init_cuda_graphs = DFlashWorker.init_cuda_graphs
+
+    def with_graphs(worker: DFlashWorker) -> None:
+        runner = worker.target_worker.model_runner
+        vocab_logits = SimpleNamespace(get_logits_buffer=lambda vocab_size, rows: torch.empty(rows, vocab_size))
+        runner.graph_shared_output = vocab_logits
+        runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner)
+        init_cuda_graphs(worker)
+
+    DFlashWorker.init_cuda_graphs = with_graphs

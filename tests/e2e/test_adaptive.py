@@ -1,0 +1,31 @@
+"""`--speculative-adaptive`: the same answers, of which fewer rows are verified."""
+
+from grammars import FUNCTIONS
+from serving import SYNC, Settings
+
+# Without speculation SGLang applies penalties a token late under overlap scheduling.
+ADAPTIVE = Settings("adaptive", dflash_flags=(("speculative-adaptive", True),), plain_flags=(SYNC,))
+
+
+def test_fewer_rows(keeper, prompts, mixed_prompts):
+    pair = keeper.pair(ADAPTIVE)
+    kinds = [
+        {},
+        {"presence_penalty": 0.6},
+        {"regex": FUNCTIONS, "ignore_eos": False},
+        {"return_logprob": True},
+    ]
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 20 + 13 * (i % 7), "ignore_eos": True} | kinds[i % 4]
+        for i, prompt in enumerate([*mixed_prompts, *prompts])
+    ]
+
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    pair.dflash.wait_until_empty()
+    described = pair.dflash.get("/server_info")["internal_states"][0]["sglang_dflash"]
+    blocks = {int(rows): count for rows, count in described["blocks_by_verified_rows"].items()}
+    assert set(blocks) <= {4, 8, 12, 16} and min(blocks) < 16
+    assert sum(blocks.values()) == described["verified_blocks"]
+    # A draft can only be accepted where it was verified.
+    assert all(0 <= rate <= 1 for rate in described["acceptance_rate_by_position"])
