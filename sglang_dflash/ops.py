@@ -9,6 +9,7 @@ if torch.cuda.is_available():
     from sglang_dflash.kernels.apply_penalties import apply_penalties
     from sglang_dflash.kernels.gather_window import gather_window
     from sglang_dflash.kernels.index_kv import index_kv
+    from sglang_dflash.kernels.linear_few_rows import linear_few_rows
     from sglang_dflash.kernels.prepare_block import prepare_block
     from sglang_dflash.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.kernels.read_clock import read_clock
@@ -21,6 +22,7 @@ else:
     from sglang_dflash.reference.apply_penalties import apply_penalties
     from sglang_dflash.reference.gather_window import gather_window
     from sglang_dflash.reference.index_kv import index_kv
+    from sglang_dflash.reference.linear_few_rows import linear_few_rows
     from sglang_dflash.reference.prepare_block import prepare_block
     from sglang_dflash.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.reference.read_clock import read_clock
@@ -34,6 +36,7 @@ __all__ = [
     "apply_penalties",
     "gather_window",
     "index_kv",
+    "linear_few_rows",
     "prepare_block",
     "qk_norm_rope_set_kv",
     "read_clock",

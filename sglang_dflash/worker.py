@@ -27,7 +27,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash import ops
+from sglang_dflash import few_rows, ops
 from sglang_dflash.accept import Acceptance
 from sglang_dflash.block_plan import is_planned_from_bounds
 from sglang_dflash.config import ConfigError
@@ -64,6 +64,8 @@ class DFlashWorker(BaseSpecWorker):
         target_model = target_worker.model_runner.model
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
+        for model in (target_model, draft_model):
+            few_rows.install(model, server_args)
         if server_args.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Equal on all tensor-parallel ranks, which run the same cycles.

@@ -87,7 +87,7 @@ def register() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-    from sglang_dflash import graphs
+    from sglang_dflash import few_rows, graphs
     from sglang_dflash.worker import DFlashWorker
 
     empty = torch.empty
@@ -113,6 +113,8 @@ def register() -> None:
     graphs.block_plan = Plan
     # A CPU is always busy; noise must not decide which sizes are captured.
     graphs.BUSY = 0
+    # Of a single block, as on a GPU for larger weights.
+    few_rows.is_faster = lambda weight, num_columns: True
 
     init_cuda_graphs = DFlashWorker.init_cuda_graphs
 

@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from sglang_dflash.kernels.linear_few_rows import linear_few_rows
+from sglang_dflash.reference.linear_few_rows import linear_few_rows as reference
+
+# Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
+DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(1, 1, 1), (16, 64, 128), (16, 130, 520), (7, 200, 8), (15, 63, 300), (2, 65, 1024)]
+)
+def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
+    # Rows of a wider matrix, as queries are of projections; the rest of it would be seen.
+    x = torch.full((rows, depth + 8), 100.0, device=device, dtype=dtype)[:, :depth]
+    x.copy_(torch.randn(rows, depth))
+    weight = torch.randn((1 + is_gated) * columns, depth, device=device).to(dtype) / depth**0.5
+    got, want = linear_few_rows(x, weight, is_gated), reference(x, weight, is_gated)
+    # Sums in another order round to a neighbour; so do the halves of a gated layer, before they are multiplied.
+    torch.testing.assert_close(got, want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_no_more_rows_than_it_has(device):
+    with pytest.raises(AssertionError):
+        linear_few_rows(torch.zeros(17, 64, device=device), torch.zeros(64, 64, device=device), False)
