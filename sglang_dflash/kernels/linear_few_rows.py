@@ -64,11 +64,18 @@ def _linear_few_rows_kernel(
 
 def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """See :func:`sglang_dflash.reference.linear_few_rows.linear_few_rows`."""
+    return launch(x, weight, is_gated, _COLUMNS, _DEPTH, _WARPS, _GATED_STAGES if is_gated else _STAGES)
+
+
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, is_gated: bool, columns: int, depth: int, warps: int, stages: int
+) -> torch.Tensor:
+    """The same with other tiles, for `scripts/bench_linear.py`."""
     num_rows, size_k = x.shape
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
-    _linear_few_rows_kernel[(triton.cdiv(num_columns, _COLUMNS),)](
+    _linear_few_rows_kernel[(triton.cdiv(num_columns, columns),)](
         x,
         x.stride(0),
         weight,
@@ -77,10 +84,10 @@ def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> to
         num_columns,
         size_k,
         ROWS=MAX_ROWS,
-        COLUMNS=_COLUMNS,
-        DEPTH=_DEPTH,
+        COLUMNS=columns,
+        DEPTH=depth,
         IS_GATED=is_gated,
-        STAGES=_GATED_STAGES if is_gated else _STAGES,
-        num_warps=_WARPS,
+        STAGES=stages,
+        num_warps=warps,
     )
     return out
