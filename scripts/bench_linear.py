@@ -33,7 +33,6 @@ from bench.machine import hardware, versions
 from torch.nn import functional
 
 from sglang_dflash.kernels import linear_few_rows as kernel
-from sglang_dflash.reference.linear_few_rows import MAX_ROWS
 from sglang_dflash.reference.linear_few_rows import linear_few_rows as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +46,8 @@ SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096",
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
 # Of cuBLASLt's, which knows fewer for most shapes.
 MOST_ALGORITHMS = 16
+# That the kernel takes.
+MOST_ROWS = 64
 # What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
@@ -60,8 +61,8 @@ class Tiles:
     warps: int
     stages: int
 
-    def fit(self, is_gated: bool) -> bool:
-        return self.stages * (self.columns * (1 + is_gated) + MAX_ROWS) * self.depth * 2 <= SHARED_MEMORY
+    def fit(self, rows: int, is_gated: bool) -> bool:
+        return self.stages * (self.columns * (1 + is_gated) + max(rows, 16)) * self.depth * 2 <= SHARED_MEMORY
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
         return kernel.launch(x, weight, is_gated, *astuple(self))
@@ -131,10 +132,10 @@ def linears(rows: int, shape: str) -> Iterator[tuple[str, Callable[[torch.Tensor
         for limit, name in ((cublaslt.WORKSPACE_BYTES, "algorithm"), (0, "algorithm without workspace")):
             for rank, algorithm in enumerate(product.algorithms(MOST_ALGORITHMS, limit)):
                 yield f"{name} {rank}", lambda x, w, a=algorithm: activated(product(x, w, a), is_gated)
-    if rows <= MAX_ROWS:
+    if rows <= MOST_ROWS:
         yield "ours", partial(kernel.linear_few_rows, is_gated=is_gated)
         for tiles in TILES:
-            if tiles.fit(is_gated):
+            if tiles.fit(rows, is_gated):
                 yield f"tiles {astuple(tiles)}", partial(tiles, is_gated=is_gated)
 
 
@@ -180,9 +181,9 @@ def measure_layer(rows: int) -> dict[str, float]:
     return {name: microseconds(partial(layer, linear=linear), copies) for name, linear in ways.items()}
 
 
-def compile_one(tiles: Tiles, is_gated: bool) -> None:
-    if tiles.fit(is_gated):
-        x, weight = (torch.zeros(n, 4096, device=DEVICE, dtype=DTYPE) for n in (MAX_ROWS, 512 * (1 + is_gated)))
+def compile_one(tiles: Tiles, rows: int, is_gated: bool) -> None:
+    if tiles.fit(rows, is_gated):
+        x, weight = (torch.zeros(n, 4096, device=DEVICE, dtype=DTYPE) for n in (rows, 512 * (1 + is_gated)))
         tiles(x, weight, is_gated)
 
 
@@ -220,7 +221,7 @@ def fastest(us: dict[str, float], prefix: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=[8, 16])
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--out", type=Path, default=Path("work/linear"), help="without suffix")
     args = parser.parse_args()
@@ -229,11 +230,11 @@ def main() -> None:
         "versions": versions(),
         "command": f"{date.today()}: python3 scripts/bench_linear.py {shlex.join(sys.argv[1:])}",
     }
-    few_rows = [rows for rows in args.rows if rows <= MAX_ROWS]
+    few_rows = [rows for rows in args.rows if rows <= MOST_ROWS]
     if DEVICE == "cuda" and few_rows:
         # Fill Triton's cache on all cores before anything is timed.
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
-            list(processes.map(compile_one, *zip(*itertools.product(TILES, (False, True)), strict=True)))
+            list(processes.map(compile_one, *zip(*itertools.product(TILES, few_rows, (False, True)), strict=True)))
     measured, layers = [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
 

@@ -18,10 +18,11 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.reference.linear_few_rows import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
+# Of one block. For 128 rows cuBLAS is faster; between them nothing was measured.
+MAX_ROWS = 16
 # The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
 # What activates its gate_up_proj with SiluAndMul, and does nothing else to it.

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.reference.linear_few_rows import MAX_ROWS
-
+# Of a tensor core's smallest tile; and as many as there are registers for.
+_MIN_TILE_ROWS, _MAX_ROWS = 16, 64
 _COLUMNS, _DEPTH, _WARPS = 64, 128, 4
 # In flight; a gated layer's have two tiles each.
 _STAGES, _GATED_STAGES = 6, 4
@@ -72,7 +72,7 @@ def launch(
 ) -> torch.Tensor:
     """The same with other tiles, for `scripts/bench_linear.py`."""
     num_rows, size_k = x.shape
-    assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
+    assert num_rows <= _MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     _linear_few_rows_kernel[(triton.cdiv(num_columns, columns),)](
@@ -83,7 +83,7 @@ def launch(
         num_rows,
         num_columns,
         size_k,
-        ROWS=MAX_ROWS,
+        ROWS=max(_MIN_TILE_ROWS, triton.next_power_of_2(num_rows)),
         COLUMNS=columns,
         DEPTH=depth,
         IS_GATED=is_gated,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-# Of a tensor core's tile, of which a product has at least one.
-MAX_ROWS = 16
-
 
 def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """x times the weight's transpose, summed in float32.
 
     Args:
-        x: [M, K] floating-point, M up to `MAX_ROWS`; rows may be strided, columns not.
+        x: [M, K] floating-point, M up to 64; rows may be strided, columns not.
         weight: [N, K] of the same dtype, contiguous; where gated [2 * N, K], gate before up.
         is_gated: return silu(gate) * up, as SGLang's `SiluAndMul` computes it from rounded halves.
 
