@@ -27,7 +27,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "widths"), [(ADAPTIVE, {4, 8, 12, 16}), (TWO_RANKS, {16})], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "widths"), [(ADAPTIVE, {4, 8, 12, 16}), (TWO_RANKS, {16})], ids=[ADAPTIVE.name, TWO_RANKS.name]
+)
 def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
     pair = keeper.pair(settings, plain=PLAIN)
     requests = [
