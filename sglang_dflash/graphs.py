@@ -64,6 +64,21 @@ class _Captured:
     layouts: tuple
 
 
+@dataclass(frozen=True)
+class GraphBlocks:
+    """Views of a graph's buffers for bs requests, kept: to slice anew takes a host as long as to launch the graph.
+
+    Attributes:
+        padded: blocks of as many requests as the graph has.
+        block: of the bs requests.
+        verified: the first W rows of those: positions, slots and drafts once they were replayed.
+    """
+
+    padded: Block
+    block: Block
+    verified: Block
+
+
 def _variant_label(in_shards: bool) -> str | None:
     return "in shards" if in_shards else None
 
@@ -98,6 +113,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._drafted: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
         self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._blocks: dict[int, GraphBlocks] = {}
         self._in_shards = False
         self._variants = [False]
         # A backend that is prepared before every replay knows one graph of each size.
@@ -173,7 +189,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
         if self._whole is None:
-            block = self.block(batch.batch_size)
+            block = self._block.take(batch.batch_size, self._cycle.block_size)
             self._draft_plan.capture(self._cycle.draft_batch(batch, block, batch.seq_lens_cpu))
         if batch.batch_size not in self._drafted:
             # Pinned memory cannot be allocated during a capture.
@@ -203,7 +219,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
         clock.mark(BEGUN)
-        block = self.block(batch.batch_size)
+        block = self._block.take(batch.batch_size, cycle.block_size)
         if self._whole is not None:
             verified = block.verified(self.width)
             batch.positions.copy_(verified.positions)
@@ -230,19 +246,24 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
-    def block(self, bs: int) -> Block | None:
-        """The buffers of the graph for a batch size, padded to it; None: there is no such graph."""
-        return self._block.take(self.padded(bs), self._cycle.block_size) if self.has(bs) else None
+    def blocks(self, bs: int) -> GraphBlocks | None:
+        """The buffers of the graph for a batch size; None: there is no such graph."""
+        if not self.has(bs):
+            return None
+        if bs not in self._blocks:
+            self._blocks[bs] = self._take_blocks(bs)
+        return self._blocks[bs]
 
-    def verified(self, bs: int) -> Block:
-        """The first W rows of those blocks, of `bs` requests: positions, slots and drafts once they were replayed."""
+    def _take_blocks(self, bs: int) -> GraphBlocks:
+        block = self._block.take(bs, self._cycle.block_size)
         rows, buffers = slice(bs * self.width), self.buffers
-        return replace(
-            self._block.take(bs, self._cycle.block_size),
+        verified = replace(
+            block,
             input_ids=buffers.input_ids[rows],
             positions=buffers.positions[rows],
             out_cache_loc=buffers.out_cache_loc[rows],
         )
+        return GraphBlocks(self._block.take(self.padded(bs), self._cycle.block_size), block, verified)
 
     def has(self, bs: int) -> bool:
         """Whether there is a graph for a batch size."""

@@ -17,6 +17,9 @@ from sglang.srt.utils.common import is_pin_memory_available
 
 from sglang_dflash.memory import swa_eviction_interval
 
+# Tokens for which slots are reserved beyond what a cycle may need, so that not every cycle of a batch reserves some.
+_AHEAD = 64
+
 
 class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
     """One block per request, verified by the target as a causal chain.
@@ -60,40 +63,21 @@ class DFlashDraftInput(SpecInput):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve the KV slots of the next cycle, before the scheduler knows how the running one ends.
 
-        Mirrors the accounting of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`, which has already made
-        sure that the slots are there: up to two blocks past what the CPU knows to be committed, in whole pages.
+        That takes up to two blocks past what the CPU knows to be committed, in whole pages;
+        `ScheduleBatch._new_tokens_required_next_decode_spec_v2` has made sure that so many are there.
         """
         evict_target_window(batch)
         if not batch.reqs:
             return
-        page_size = batch.token_to_kv_pool_allocator.page_size
         reserve = get_alloc_reserve_per_decode()
-        allocated, reserved = [], []
-        for req in batch.reqs:
-            wanted = -(-(req.kv_committed_len + reserve) // page_size) * page_size
-            allocated.append(req.kv.kv_allocated_len)
-            reserved.append(max(req.kv.kv_allocated_len, wanted))
+        needed = [req.kv_committed_len + reserve for req in batch.reqs]
+        self.reserved_seq_lens_cpu = torch.tensor(needed, dtype=torch.int32)
+        has_slots = True
+        for req, length in zip(batch.reqs, needed, strict=True):
+            has_slots &= length <= req.kv.kv_allocated_len
             req.decode_batch_idx += 1
-        lens_cpu = torch.tensor(
-            [allocated, reserved], dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device)
-        )
-        self.reserved_seq_lens_cpu = lens_cpu[1]
-        num_needed_tokens = sum(reserved) - sum(allocated)
-        if num_needed_tokens == 0:
-            return
-        lens = lens_cpu.to(batch.device, non_blocking=True)
-        alloc_for_spec_decode(
-            batch.tree_cache,
-            batch.req_to_token_pool,
-            reqs=batch.reqs,
-            req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=lens[0],
-            cur_kv_lens_cpu=lens_cpu[0],
-            nxt_kv_lens=lens[1],
-            nxt_kv_lens_cpu=lens_cpu[1],
-            num_needed_tokens=num_needed_tokens,
-            batch=batch,
-        )
+        if not has_slots:
+            _allocate(batch, needed)
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep the requests at `new_indices`; the reservation is made anew before the next cycle."""
@@ -112,6 +96,45 @@ class DFlashDraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def _allocate(batch: ScheduleBatch, needed: list[int]) -> None:
+    """Give every request the slots of `needed` tokens, and of some more where slots abound."""
+    pool, tree_cache = batch.req_to_token_pool, batch.tree_cache
+    page_size = batch.token_to_kv_pool_allocator.page_size
+    allocated = [req.kv.kv_allocated_len for req in batch.reqs]
+
+    # Whole pages of a request's row.
+    most = pool.req_to_token.shape[1] // page_size * page_size
+
+    def with_ahead(ahead: int) -> tuple[list[int], int]:
+        wanted = (min(-(-(n + ahead) // page_size) * page_size, most) for n in needed)
+        lens = [max(pair) for pair in zip(allocated, wanted, strict=True)]
+        return lens, sum(lens) - sum(allocated)
+
+    lens, num_tokens = with_ahead(_AHEAD)
+    # A windowed pool gives slots back as its windows move on, and has none to lend.
+    if tree_cache.supports_swa() or 4 * num_tokens > _num_free(batch):
+        lens, num_tokens = with_ahead(0)
+    lens_cpu = torch.tensor([allocated, lens], dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device))
+    lens_gpu = lens_cpu.to(batch.device, non_blocking=True)
+    alloc_for_spec_decode(
+        tree_cache,
+        pool,
+        reqs=batch.reqs,
+        req_pool_indices=batch.req_pool_indices,
+        cur_kv_lens=lens_gpu[0],
+        cur_kv_lens_cpu=lens_cpu[0],
+        nxt_kv_lens=lens_gpu[1],
+        nxt_kv_lens_cpu=lens_cpu[1],
+        num_needed_tokens=num_tokens,
+        batch=batch,
+    )
+
+
+def _num_free(batch: ScheduleBatch) -> int:
+    """Slots that nobody uses; an allocation takes those of the radix cache after the others."""
+    return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
 
 
 def evict_target_window(batch: ScheduleBatch) -> None:

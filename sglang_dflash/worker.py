@@ -246,8 +246,8 @@ class DFlashWorker(BaseSpecWorker):
         whether a graph can be replayed for it."""
         draft_input: DFlashDraftInput = batch.spec_info
         bs = batch.batch_size()
-        static = None if graphs is None else graphs.block(bs)
-        block = Block.empty(bs, self.block_size, self.device) if static is None else static
+        static = None if graphs is None else graphs.blocks(bs)
+        block = Block.empty(bs, self.block_size, self.device) if static is None else static.block
         ops.prepare_block(
             draft_input.bonus_tokens,
             batch.seq_lens,
@@ -256,10 +256,9 @@ class DFlashWorker(BaseSpecWorker):
             self._mask_token_id,
             draw_parameters(batch.sampling_info) if is_plain else None,
             self._seeds.getrandbits(63),
-            block,
+            block if static is None else static.padded,
         )
-        block = block.take(bs, self.block_size)
-        verified = block.verified(width) if static is None else graphs.verified(bs)
+        verified = block.verified(width) if static is None else static.verified
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
         batch.input_ids = verified.input_ids
         batch.out_cache_loc = verified.out_cache_loc

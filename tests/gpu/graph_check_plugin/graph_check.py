@@ -42,7 +42,7 @@ def register():
         graphs = runner.decode_cuda_graph_runner
         accepted, drafted = graphs.accepted(), forward_batch.input_ids.clone()
 
-        block = graphs.block(forward_batch.batch_size).take(forward_batch.batch_size, cycle.block_size)
+        block = graphs.blocks(forward_batch.batch_size).block
         drafted_again = cycle.draft(
             replace(forward_batch, input_ids=begun.clone()),
             replace(block, input_ids=begun),
