@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.utils.common import ceil_align
 
 from sglang_dflash import ops
 
@@ -35,7 +36,7 @@ class DraftWindow:
         self._target_pool = target_pool
         self._max_context = window + page_size - 1
         # Backends that plan with upper bounds add a block to a length that has one already.
-        width = -(-(self._max_context + 2 * block_size) // page_size) * page_size
+        width = ceil_align(self._max_context + 2 * block_size, page_size)
         self.pool = ReqToTokenPool(target_pool.size, width, target_pool.device, enable_memory_saver=False)
 
     def fill(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -145,7 +145,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def serving(self, in_shards: bool) -> Iterator[None]:
         """Meanwhile the target's forward goes through this runner and its backend, and leaves logits in their shards
         where it is asked to and can."""
-        self._in_shards = in_shards in self._variants and in_shards
+        self._in_shards = in_shards and True in self._variants
         runner = self.model_runner
         others = runner.attn_backend, runner.decode_cuda_graph_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.attn_backend, self
@@ -221,9 +221,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         clock.mark(BEGUN)
         block = self._block.take(batch.batch_size, cycle.block_size)
         if self._whole is not None:
-            verified = block.verified(self.width)
-            batch.positions.copy_(verified.positions)
-            batch.out_cache_loc.copy_(verified.out_cache_loc)
+            for verified, rows in ((batch.positions, block.positions), (batch.out_cache_loc, block.out_cache_loc)):
+                verified.view(-1, self.width).copy_(rows.view(-1, cycle.block_size)[:, : self.width])
         drafted = cycle.draft(batch, block, batch.seq_lens_cpu, self._draft_plan.record)
         self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)
         # External: the host waits for it while the rest of the graph runs.
@@ -231,7 +230,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         has_drafted.record()
         clock.mark(DRAFTED)
         self._target_plan.record(batch)
-        with cycle.logits.in_shards() if in_shards else nullcontext():
+        with cycle.logits.in_shards(in_shards):
             output = forward(input_ids, positions, batch, **kwargs)
         accepted = cycle.accept_plain(batch, output, block, in_shards)
         clock.mark(VERIFIED)

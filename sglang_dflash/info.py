@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
-from sglang.srt.utils.common import is_pin_memory_available
+from sglang.srt.utils.common import ceil_align, is_pin_memory_available
 
 from sglang_dflash.memory import swa_eviction_interval
 
@@ -108,7 +108,7 @@ def _allocate(batch: ScheduleBatch, needed: list[int]) -> None:
     most = pool.req_to_token.shape[1] // page_size * page_size
 
     def with_ahead(ahead: int) -> tuple[list[int], int]:
-        wanted = (min(-(-(n + ahead) // page_size) * page_size, most) for n in needed)
+        wanted = (min(ceil_align(n + ahead, page_size), most) for n in needed)
         lens = [max(pair) for pair in zip(allocated, wanted, strict=True)]
         return lens, sum(lens) - sum(allocated)
 

@@ -55,8 +55,11 @@ class VerifyLogits:
         return self._argmax is not None
 
     @contextmanager
-    def in_shards(self) -> Iterator[None]:
-        """Meanwhile each rank's logits are those of its own part of the vocabulary."""
+    def in_shards(self, is_asked: bool) -> Iterator[None]:
+        """Meanwhile each rank's logits are those of its own part of the vocabulary, if that `is_asked`."""
+        if not is_asked:
+            yield
+            return
         for processor in self._processors:
             processor.do_tensor_parallel_all_gather = False
         _in_shards.update(self._processors)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -115,14 +114,14 @@ class DFlashWorker(BaseSpecWorker):
             # Attention backends verify as many rows as they were built for.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and --disable-cuda-graph leaves none.")
         widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
-        self._graphs = None if whole is None else CycleGraphs(whole, widths[:-1])
-        if self._graphs is None:
-            self._width = VerifyWidth(widths, self._cycle.num_row_layers)
-        else:
-            self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
-        # Cycles were timed without contexts, whose keys and values are read as fast as weights.
         self._seconds_per_kv_token = 0.0
-        if self._graphs is not None and len(self._graphs.widths) > 1:
+        if whole is None:
+            self._graphs, self._width = None, VerifyWidth(widths, self._cycle.num_row_layers)
+            return
+        self._graphs = CycleGraphs(whole, widths[:-1])
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
+        if len(self._graphs.widths) > 1:
+            # Cycles were timed without contexts, whose keys and values are read as fast as weights.
             runners = (self.target_worker.model_runner, self.draft_model_runner)
             weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
@@ -187,7 +186,8 @@ class DFlashWorker(BaseSpecWorker):
         cycle, clock, bs = self._cycle, self._metrics.clock, batch.batch_size()
         cycle.begin()
         kv_lens = self._host_kv_lens(batch, self.block_size)
-        width = self._width.choose(bs, self._seconds_per_kv_token * int(kv_lens.sum()))
+        seconds = self._seconds_per_kv_token * int(kv_lens.sum()) if self._seconds_per_kv_token else 0.0
+        width = self._width.choose(bs, seconds)
         graphs = None if self._graphs is None else self._graphs[width]
 
         # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
@@ -209,7 +209,7 @@ class DFlashWorker(BaseSpecWorker):
             clock.mark(DRAFTED)
             if batch.has_grammar:
                 grammar_tree = GrammarTree.from_linear_chain(drafted)
-            with cycle.logits.in_shards() if in_shards else nullcontext():
+            with cycle.logits.in_shards(in_shards):
                 output = self._verify(forward_batch)
         assert output.can_run_cuda_graph == can_replay
 

@@ -121,6 +121,9 @@ SYNC = ("disable-overlap-schedule", True)
 # depends on when they arrive, so SGLang also retracts one every few steps.
 SMALL_POOL = (("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8))
 RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
+# SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
+_CORES = sorted(os.sched_getaffinity(0))
+TWO_CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
 # For every kind of request. The server without speculation runs without overlap scheduling: with it, SGLang's penalties
 # and what it hands to custom logit processors are a token late.
 _REQUEST_FLAGS = (
@@ -285,6 +288,12 @@ class Server:
         while any(used := [load[counter] for load in self.loads() for counter in counters]):
             assert time.monotonic() < deadline, f"{counters}: {used} in an idle server"
             time.sleep(0.1)
+
+
+def with_plugin(name: str) -> tuple[tuple[str, str], ...]:
+    """The environment in which SGLang finds a plugin of these tests, through the entry point in its folder."""
+    folders = [str(Path(__file__).with_name(f"{name}_plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return (("PYTHONPATH", os.pathsep.join(folders)),)
 
 
 def end_process_group(process: subprocess.Popen) -> None:

@@ -1,7 +1,7 @@
 """`--speculative-adaptive`: the same answers, of which fewer rows are verified."""
 
-from grammars import FUNCTIONS
 from serving import SYNC, Settings
+from various import various_requests
 
 # Without speculation SGLang applies penalties a token late under overlap scheduling.
 ADAPTIVE = Settings("adaptive", dflash_flags=(("speculative-adaptive", True),), plain_flags=(SYNC,))
@@ -9,16 +9,7 @@ ADAPTIVE = Settings("adaptive", dflash_flags=(("speculative-adaptive", True),), 
 
 def test_fewer_rows(keeper, prompts, mixed_prompts):
     pair = keeper.pair(ADAPTIVE)
-    kinds = [
-        {},
-        {"presence_penalty": 0.6},
-        {"regex": FUNCTIONS, "ignore_eos": False},
-        {"return_logprob": True},
-    ]
-    requests = [
-        {"input_ids": prompt, "max_new_tokens": 20 + 13 * (i % 7), "ignore_eos": True} | kinds[i % 4]
-        for i, prompt in enumerate([*mixed_prompts, *prompts])
-    ]
+    requests = various_requests([*mixed_prompts, *prompts])
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
 

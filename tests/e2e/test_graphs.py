@@ -1,30 +1,19 @@
 """The cycle as a CUDA graph runs it, without CUDA (eager_graphs_plugin): buffers, padding, widths, shards."""
 
-import os
 import re
-from pathlib import Path
 
 import pytest
-from grammars import FUNCTIONS
-from serving import SYNC, Settings
+from serving import SYNC, TWO_CORES, Settings, with_plugin
+from various import KINDS, various_requests
 
 pytestmark = pytest.mark.cpu(reason="on a GPU there are CUDA graphs")
 
-PLUGIN = str(Path(__file__).with_name("eager_graphs_plugin"))
-PATH = ("PYTHONPATH", os.pathsep.join([PLUGIN, *filter(None, [os.environ.get("PYTHONPATH")])]))
-_CORES = sorted(os.sched_getaffinity(0))
-CORES = ("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}")
+PLUGIN = with_plugin("eager_graphs")
 # Batches of up to 16 requests: some are padded, and some are larger than every graph.
 FLAGS = (("cuda-graph-max-bs-decode", 8),)
-ADAPTIVE = Settings("graphs-adaptive", flags=FLAGS, dflash_flags=(("speculative-adaptive", True),), env=(PATH,))
-TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=(PATH, CORES))
+ADAPTIVE = Settings("graphs-adaptive", flags=FLAGS, dflash_flags=(("speculative-adaptive", True),), env=PLUGIN)
+TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES)
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
-KINDS = [
-    {},
-    {"presence_penalty": 0.6},
-    {"regex": FUNCTIONS, "ignore_eos": False},
-    {"return_logprob": True},
-]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +21,7 @@ KINDS = [
 )
 def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
     pair = keeper.pair(settings, plain=PLAIN)
-    requests = [
-        {"input_ids": prompt, "max_new_tokens": 20 + 13 * (i % 7), "ignore_eos": True} | KINDS[i % len(KINDS)]
-        for i, prompt in enumerate([*mixed_prompts, *prompts[:24]])
-    ]
+    requests = various_requests([*mixed_prompts, *prompts[:24]])
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
     # Cycles of greedy requests alone.

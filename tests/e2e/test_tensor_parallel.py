@@ -4,29 +4,18 @@ Two ranks sum in another order than one, so their float32 logits differ in the l
 logits are hardly ever that close: its answers are the same on either, and a difference here is a fault.
 """
 
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from serving import RETRACT, SMALL_POOL, Settings, assert_same_answers
+from serving import RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
 
 pytestmark = pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
 
-# SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
-_CORES = sorted(os.sched_getaffinity(0))
-CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
-
 PLAIN = Settings("default")
-TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=CORES)
-SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=CORES + RETRACT)
-_PLUGIN = str(Path(__file__).with_name("gather_check_plugin"))
-LOGGED_TWO_RANKS = Settings(
-    "tp2-logged",
-    flags=(("tp-size", 2),),
-    env=(*CORES, ("PYTHONPATH", os.pathsep.join([_PLUGIN, *filter(None, [os.environ.get("PYTHONPATH")])]))),
-)
+TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=TWO_CORES)
+SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=TWO_CORES + RETRACT)
+LOGGED_TWO_RANKS = Settings("tp2-logged", flags=(("tp-size", 2),), env=TWO_CORES + with_plugin("gather_check"))
 TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
 
 
