@@ -36,12 +36,13 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
+from bench.chart import draw
 from bench.engine import MODES, Configuration, EngineProcess, Workload
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
 from bench.pairs import PAIRS, Pair, find_pair
 from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
-from bench.results import Results, draw, markdown
+from bench.results import Results, markdown
 from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
@@ -206,6 +207,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
         "requests": args.requests,
         "accept_length": args.accept_length,
+        "adaptive": args.adaptive,
         "chat_arguments": args.chat_arguments,
     }
 

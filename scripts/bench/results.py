@@ -1,9 +1,8 @@
-"""Measurements of a sweep: kept in a JSON file, so that it can be resumed, and shown as a table and a chart."""
+"""Measurements of a sweep: kept in a JSON file, so that it can be resumed, and shown as a table."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import statistics
@@ -125,7 +124,7 @@ def table(results: Results) -> list[str]:
             for mode in ("none", "in-tree")
             if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
         }
-        cells = [_short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
+        cells = [short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
         cells += [run["prompts"], run["concurrency"], run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
         cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
@@ -153,12 +152,13 @@ def _order(run: dict) -> tuple:
     )
 
 
-def _short(model: str | None) -> str:
+def short(model: str | None) -> str:
+    """The last two parts of a path or name."""
     return "" if model is None else "/".join(model.rstrip("/").split("/")[-2:])
 
 
 def markdown(results: Results, title: str, chart: str | None) -> str:
-    """The report: what was measured, where, by which command, and every figure."""
+    """The report: what was measured, where, by which command, and every figure; `chart` is a file beside it."""
     setup = results.setup
     lines = [
         f"# {title}",
@@ -173,50 +173,5 @@ def markdown(results: Results, title: str, chart: str | None) -> str:
         "",
     ]
     if chart:
-        lines += [f"![tokens/s by concurrency]({chart})", ""]
+        lines += [f"![the figures below]({chart})", ""]
     return "\n".join([*lines, *table(results)]) + "\n"
-
-
-def draw(results: Results, path: Path) -> None:
-    """Tokens/s by concurrency: a panel for every target, attention and prompts; bars span the repeats."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels: dict[tuple, dict[tuple, list[list[dict]]]] = {}
-    for runs in results.repeats().values():
-        panel = panels.setdefault(_part(runs[0], ("target", "backend", "tp", "prompts")), {})
-        panel.setdefault(_part(runs[0], ("mode", "drafter", "block_size", "draft_window")), []).append(runs)
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, ((target, backend, tp, prompts), lines) in zip(axes.flat, panels.items(), strict=False):
-        for line in sorted(lines, key=lambda line: (MODES.index(line[0]), str(line[1:]))):
-            mode, drafter, block_size, draft_window = line
-            points = lines[line]
-            points.sort(key=lambda runs: runs[0]["concurrency"])
-            spreads = [Spread.of(run["tokens_per_s"] for run in runs) for runs in points]
-            drafters = {other[1] for other in lines if other[0] != "none"}
-            label = mode if len(drafters) < 2 else f"{mode} {_short(drafter)}"
-            label += "" if block_size is None else f", block {block_size}"
-            label += "" if draft_window is None else f", window {draft_window}"
-            axis.errorbar(
-                [runs[0]["concurrency"] for runs in points],
-                [spread.median for spread in spreads],
-                yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
-                label=label,
-                marker="o",
-                capsize=3,
-            )
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(bottom=0)
-        axis.set(title=f"{_short(target)}, {backend}, tp {tp}, {prompts}", xlabel="concurrency", ylabel="tokens/s")
-        axis.title.set_size("small")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -6,15 +6,16 @@ from pathlib import Path
 import bench_sweep
 import pytest
 from bench import groups
+from bench.chart import Panel, draw, panels
 from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
 from bench.pairs import TINY_PAIR, Pair, checkpoint, find_pair
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
-from bench.results import Results, Spread, draw, markdown, table
+from bench.results import Results, Spread, markdown, table
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny_pair import load_prompts
 
-SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "repeats": 3}
+SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "measure": "requests", "repeats": 3}
 
 
 def write(path, *rows) -> str:
@@ -349,6 +350,31 @@ def test_rows_are_in_the_order_of_prompt_lengths(tmp_path):
         results.add_round(runs_of("none", [10.0], prompts=f"{tokens} tokens"), "command")
 
     assert [row.split("|")[6].strip() for row in table(results)[2:]] == ["512 tokens", "8192 tokens", "131000 tokens"]
+
+
+def test_a_chart_has_a_panel_along_every_axis(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    results.add_round(runs_of("ours", [110.0, 60.0, 80.0]), "command")
+    alone = panels(results)
+    results.add_round(
+        runs_of("ours", [120.0], concurrency=16) + runs_of("ours", [70.0], prompts="64 tokens"), "command"
+    )
+
+    line = ("ours", "org/drafter", None, None)
+    here = Spread(80, 60, 110)
+    assert alone == [Panel("org/target, fa3, tp 1, 512 tokens", "concurrency", {line: {8: here}})]
+    assert panels(results) == [
+        Panel("org/target, fa3, tp 1, 512 tokens", "concurrency", {line: {8: here, 16: Spread(120, 120, 120)}}),
+        Panel("org/target, fa3, tp 1, concurrency 8", "prompt tokens", {line: {512: here, 64: Spread(70, 70, 70)}}),
+    ]
+
+
+def test_a_chart_of_decoding_shows_cycles(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP | {"measure": "decode"})
+    results.add_round([run | {"cycle_ms": 8.0} for run in runs_of("ours", [110.0])], "command")
+
+    (panel,) = panels(results)
+    assert list(panel.lines.values()) == [{8: Spread(8, 8, 8)}]
 
 
 def test_report(tmp_path):

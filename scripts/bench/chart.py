@@ -1,0 +1,113 @@
+"""The chart of a sweep: what it costs to have more requests, and longer contexts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.engine import MODES
+from bench.results import METRICS, Results, Spread, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = 3
+# What identifies a line within a panel.
+_LINE = ("mode", "drafter", "block_size", "draft_window")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What grows along one axis while everything else stays.
+
+    Attributes:
+        lines: by `_LINE`, the figures by position on the axis.
+    """
+
+    title: str
+    x_label: str
+    lines: dict[tuple, dict[int, Spread]] = field(default_factory=dict)
+
+
+def metric_of(results: Results) -> str:
+    """Of a decoding batch the cycle, whose time a drafter's acceptance has no part in; of requests what is served."""
+    return "cycle_ms" if results.setup["measure"] == "decode" else "tokens_per_s"
+
+
+def panels(results: Results) -> list[Panel]:
+    """A panel along concurrency and one along prompt length, where more than one was measured.
+
+    What was measured at one concurrency and one length stands in a panel along concurrency.
+    """
+    metric = metric_of(results)
+    found: dict[tuple[str, str], Panel] = {}
+    for runs in results.repeats().values():
+        run = runs[0]
+        line = tuple(run[name] for name in _LINE)
+        for title, x_label, x in _positions(run):
+            panel = found.setdefault((title, x_label), Panel(title, x_label))
+            panel.lines.setdefault(line, {})[x] = Spread.of(r[metric] for r in runs)
+    grown = [panel for panel in found.values() if any(len(line) > 1 for line in panel.lines.values())]
+    return grown or [panel for panel in found.values() if panel.x_label == "concurrency"]
+
+
+def _positions(run: dict) -> Iterator[tuple[str, str, int]]:
+    """Of every panel that a figure may stand in: title, axis, and where on it."""
+    place = f"{short(run['target'])}, {run['backend']}, tp {run['tp']}"
+    yield f"{place}, {run['prompts']}", "concurrency", run["concurrency"]
+    if length := re.search(r"(?:(.*), )?(\d+) tokens$", run["prompts"]):
+        dataset = "" if length[1] is None else f", {length[1]}"
+        yield f"{place}{dataset}, concurrency {run['concurrency']}", "prompt tokens", int(length[2])
+
+
+def draw(results: Results, path: Path) -> None:
+    """Write the PNG; bars span the repeats."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = panels(results)
+    columns = min(_COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.8 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(shown) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, shown, strict=False):
+        _draw_panel(axis, panel, METRICS[metric_of(results)][0])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_panel(axis: Axes, panel: Panel, y_label: str) -> None:
+    drafters = {drafter for mode, drafter, *_ in panel.lines if mode != "none"}
+    for line in sorted(panel.lines, key=_order):
+        mode, drafter, block_size, draft_window = line
+        label = mode if len(drafters) < 2 else f"{mode} {short(drafter)}"
+        label += "" if block_size is None else f", block {block_size}"
+        label += "" if draft_window is None else f", window {draft_window}"
+        xs, spreads = zip(*sorted(panel.lines[line].items()), strict=True)
+        axis.errorbar(
+            xs,
+            [spread.median for spread in spreads],
+            yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
+            label=label,
+            marker="o",
+            capsize=3,
+        )
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}k")
+    axis.set_ylim(bottom=0)
+    axis.set(title=panel.title, xlabel=panel.x_label, ylabel=y_label)
+    axis.title.set_size("small")
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _order(line: tuple) -> tuple:
+    mode, drafter, block_size, draft_window = line
+    return MODES.index(mode), str(drafter), block_size or 0, draft_window or 0
