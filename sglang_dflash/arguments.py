@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 from transformers import PretrainedConfig
@@ -87,6 +88,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     refuse_unsupported(server_args)
     load_drafter_config(server_args)
     check_draft_window(server_args)
+    check_adaptive(server_args)
     # SGLang would switch it off with a warning: its own is for EAGLE.
     is_adaptive, server_args.speculative_adaptive = server_args.speculative_adaptive, False
     original(server_args)
@@ -160,6 +162,16 @@ def check_draft_window(server_args: ServerArgs) -> None:
         raise ConfigError(
             f"--speculative-draft-window-size must be at least 1, got {window}: the context tokens that the drafter "
             "sees; leave it out to let it see all."
+        )
+
+
+def check_adaptive(server_args: ServerArgs) -> None:
+    """Attention backends verify as many rows as they were built for, so each number of rows has graphs of its own."""
+    has_graphs = server_args.cuda_graph_config.decode.backend != Backend.DISABLED
+    if server_args.speculative_adaptive and not has_graphs and server_args.device.split(":")[0] != "cpu":
+        raise ConfigError(
+            "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
+            "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
         )
 
 

@@ -24,7 +24,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.arguments import DRAFT_BACKENDS, UNSUPPORTED, UNSUPPORTED_PREFIXES, draft_attention_backend
+from sglang_dflash.arguments import (
+    DRAFT_BACKENDS,
+    UNSUPPORTED,
+    UNSUPPORTED_PREFIXES,
+    check_adaptive,
+    draft_attention_backend,
+)
 from sglang_dflash.config import ConfigError
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
@@ -379,6 +385,16 @@ def test_draft_window_size(window):
     assert f"--speculative-draft-window-size must be at least 1, got {window}" in refusal(
         speculative_draft_window_size=window
     )
+
+
+def test_adaptive_needs_graphs():
+    """A CPU needs none, so on a machine without a GPU the device changes once everything else is resolved."""
+    args = resolve(**{"disable_cuda_graph": True} | DEVICE_ARGS)
+    args.override("test", device="cuda")
+    check_adaptive(args)
+    args.override("test", speculative_adaptive=True)
+    with pytest.raises(ConfigError, match=r"^--speculative-adaptive.* leave out --disable-cuda-graph"):
+        check_adaptive(args)
 
 
 @pytest.mark.skipif(not ON_CPU, reason="names what the CPU offers")
