@@ -34,20 +34,19 @@ class DraftHead:
             return cls(target_lm_head, tp_group)
         return cls(drafter.lm_head, tp_group, drafter.target_tokens)
 
-    def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor, width: int) -> torch.Tensor:
-        """Fill in the first rows of the block.
+    def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Fill in a block.
 
         Args:
-            block_ids: [bs, B] int64, column 0 is the bonus token.
-            hidden_states: [bs * B, H], the drafter's rows.
-            width: W, how many rows will be verified.
+            block_ids: [bs, W] int64, column 0 is the bonus token.
+            hidden_states: [bs * W, H], the drafter's rows.
 
         Returns:
             [bs, W] int64: the bonus token and W - 1 draft tokens.
         """
-        bs, block_size = block_ids.shape
+        bs, width = block_ids.shape
         # Row 0 predicts the bonus token, which is already known.
-        rows = hidden_states.view(bs, block_size, -1)[:, 1:width].reshape(bs * (width - 1), -1)
+        rows = hidden_states.view(bs, width, -1)[:, 1:].reshape(bs * (width - 1), -1)
         tokens = self._argmax(self._lm_head.quant_method.apply(self._lm_head, rows))
         if self._target_tokens is not None:
             tokens = self._target_tokens[tokens]

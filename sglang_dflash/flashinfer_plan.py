@@ -18,7 +18,6 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.flashinfer_backend import (
     FlashInferAttnBackend,
-    PrefillMetadata,
     WrapperDispatch,
     fast_prefill_plan,
 )
@@ -82,8 +81,6 @@ class FlashInferPlan:
             self._slot_maps.insert(0, None if swa_pool is None else swa_pool.full_to_swa_index_mapping)
         num_sms = torch.cuda.get_device_properties(backend.kv_last_page_len.device).multi_processor_count
         self._max_entries = _BLOCKS_PER_SM * num_sms // updater.num_kv_heads
-        # By batch size, of the backends whose layout only this plan captures.
-        self._metadata: dict[int, PrefillMetadata] = {}
 
     @staticmethod
     def supports(backend: AttentionBackend) -> bool:
@@ -96,12 +93,9 @@ class FlashInferPlan:
 
     def capture(self, batch: ForwardBatch) -> None:
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        self._metadata[batch.batch_size] = self._backend.forward_metadata
 
     def record(self, batch: ForwardBatch) -> None:
         backend, bs = self._backend, batch.batch_size
-        # A drafter's is captured once and recorded for every width, when other sizes have been captured in between.
-        backend.forward_metadata = self._metadata.get(bs, backend.forward_metadata)
         is_capturing = torch.cuda.is_current_stream_capturing()
         for i, (window, slot_map) in enumerate(zip(self._windows, self._slot_maps, strict=True)):
             if not is_capturing:

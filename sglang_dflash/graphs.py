@@ -3,7 +3,7 @@
 The graph is SGLang's own of the target's TARGET_VERIFY forward, with our steps recorded before and behind it. The host
 then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
 
-Shapes: P requests of a graph, a block has B rows, of which the first W are verified.
+Shapes: P requests of a graph, W rows of each block: B, or fewer with `--speculative-adaptive`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
 _COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 
-# Fewer rows are verified of batches whose cycles take so many times as long as the shortest: smaller ones wait for
+# Blocks of fewer rows are for batches whose cycles take so many times as long as the shortest: smaller ones wait for
 # weights, however many rows there are.
 BUSY = 1.05
 _TIMED_REPLAYS = 3
@@ -71,12 +71,10 @@ class GraphBlocks:
     Attributes:
         padded: blocks of as many requests as the graph has.
         block: of the bs requests.
-        verified: the first W rows of those: positions, slots and drafts once they were replayed.
     """
 
     padded: Block
     block: Block
-    verified: Block
 
 
 def _variant_label(in_shards: bool) -> str | None:
@@ -93,23 +91,24 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         clock: CycleClock,
         width: int,
         attn_backend: AttentionBackend | None = None,
-        whole: CycleGraphRunner | None = None,
+        draft_backend: AttentionBackend | None = None,
         min_bs: int = 1,
     ) -> None:
         """
         Args:
             width: W.
-            attn_backend: of the target, for blocks of W rows; None: its own, for whole blocks.
-            whole: where W < B, the runner of whole blocks, whose drafts these are too.
+            attn_backend, draft_backend: of the target and of the drafter, for blocks of W rows; None: their own, for
+                whole blocks.
             min_bs: of the batches that are captured.
         """
         self.width, self._min_bs = width, min_bs
-        self._cycle, self._clock, self._whole = cycle, clock, whole
+        self._cycle, self._clock = cycle, clock
+        self._draft_backend = draft_backend or cycle.draft_runner.attn_backend
         self._target_plan = block_plan(attn_backend or model_runner.attn_backend, width)
-        self._draft_plan = whole._draft_plan if whole else block_plan(cycle.draft_backend, cycle.block_size)
+        self._draft_plan = block_plan(self._draft_backend, width)
         # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
         assert not self._draft_plan.needs_host_lens
-        # By batch size P: [P, W] int64, pinned, the rows that are verified.
+        # By batch size P: [P, W] int64, pinned, the drafted blocks.
         self._drafted: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
         self._captured: dict[tuple[int, bool], _Captured] = {}
@@ -132,12 +131,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         )
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
-        """Capture the same cycles, of batches from `min_bs` on, with `width` rows of every block verified."""
+        """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` rows."""
         # What backends are built for.
         get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
         try:
-            attn_backend = self.model_runner._get_attention_backend()
-            return type(self)(self.model_runner, self._cycle, self._clock, width, attn_backend, self, min_bs)
+            runners = (self.model_runner, self._cycle.draft_runner)
+            backends = (runner._get_attention_backend() for runner in runners)
+            return type(self)(self.model_runner, self._cycle, self._clock, width, *backends, min_bs)
         finally:
             get_context().override("sglang_dflash", speculative_num_draft_tokens=self.width)
 
@@ -158,21 +158,18 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def capture(self) -> None:
         buffers = self.buffers
-        requests = (buffers.req_pool_indices, buffers.seq_lens)
-        if self._whole is None:
-            rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
+        self._block = Block(
+            buffers.input_ids,
+            buffers.positions,
+            buffers.out_cache_loc,
+            buffers.req_pool_indices,
+            buffers.seq_lens,
             # Of the requests of the largest graph; greedy while graphs are captured.
-            parameters = DrawParameters.greedy(self.max_bs, self.device)
-            seed = torch.zeros(1, dtype=torch.int64, device=self.device)
-            # SGLang has given its own backend its buffers by now.
-            self._cycle.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
-        else:
-            assert set(self.capture_bs) <= set(self._whole.capture_bs)
-            # Slot 0 is where padding goes.
-            shape = (3, self.max_bs * self._cycle.block_size)
-            rows = torch.zeros(shape, dtype=torch.int64, device=self.device).unbind()
-            parameters, seed = self._whole._block.parameters, self._whole._block.seed
-        self._block = Block(*rows, *requests, parameters, seed)
+            DrawParameters.greedy(self.max_bs, self.device),
+            torch.zeros(1, dtype=torch.int64, device=self.device),
+        )
+        # SGLang has given its own backend its buffers by now.
+        self._draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -188,9 +185,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture_prepare(self, *args, **kwargs):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
-        if self._whole is None:
-            block = self._block.take(batch.batch_size, self._cycle.block_size)
-            self._draft_plan.capture(self._cycle.draft_batch(batch, block, batch.seq_lens_cpu))
+        self._draft_plan.capture(self._cycle.draft_batch(batch, batch.seq_lens_cpu))
         if batch.batch_size not in self._drafted:
             # Pinned memory cannot be allocated during a capture.
             shape = (batch.batch_size, self.width)
@@ -219,11 +214,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
         clock.mark(BEGUN)
-        block = self._block.take(batch.batch_size, cycle.block_size)
-        if self._whole is not None:
-            for verified, rows in ((batch.positions, block.positions), (batch.out_cache_loc, block.out_cache_loc)):
-                verified.view(-1, self.width).copy_(rows.view(-1, cycle.block_size)[:, : self.width])
-        drafted = cycle.draft(batch, block, batch.seq_lens_cpu, self._draft_plan.record)
+        drafted = cycle.draft(batch, batch.seq_lens_cpu, self._draft_backend, self._draft_plan.record)
         self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)
         # External: the host waits for it while the rest of the graph runs.
         has_drafted = torch.cuda.Event(external=True)
@@ -232,12 +223,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._target_plan.record(batch)
         with cycle.logits.in_shards(in_shards):
             output = forward(input_ids, positions, batch, **kwargs)
+        block = self._block.take(batch.batch_size, self.width)
         accepted = cycle.accept_plain(batch, output, block, in_shards)
         clock.mark(VERIFIED)
         cycle.append(batch, output, accepted)
         clock.mark(APPENDED)
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        backends = (self.attn_backend, cycle.draft_backend)
+        backends = (self.attn_backend, self._draft_backend)
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
         self._captured[batch.batch_size, in_shards] = _Captured(batch, has_drafted, accepted, layouts)
@@ -250,19 +242,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if not self.has(bs):
             return None
         if bs not in self._blocks:
-            self._blocks[bs] = self._take_blocks(bs)
+            sizes = (self.padded(bs), bs)
+            self._blocks[bs] = GraphBlocks(*(self._block.take(size, self.width) for size in sizes))
         return self._blocks[bs]
-
-    def _take_blocks(self, bs: int) -> GraphBlocks:
-        block = self._block.take(bs, self._cycle.block_size)
-        rows, buffers = slice(bs * self.width), self.buffers
-        verified = replace(
-            block,
-            input_ids=buffers.input_ids[rows],
-            positions=buffers.positions[rows],
-            out_cache_loc=buffers.out_cache_loc[rows],
-        )
-        return GraphBlocks(self._block.take(self.padded(bs), self._cycle.block_size), block, verified)
 
     def has(self, bs: int) -> bool:
         """Whether there is a graph for a batch size."""
@@ -329,7 +311,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
 
 class CycleGraphs:
-    """The runners of every width that is verified.
+    """The runners of every width.
 
     Attributes:
         widths: ascending; the last is a whole block.
@@ -346,7 +328,7 @@ class CycleGraphs:
                 self._runners[width] = whole.narrower(width, min_bs=sizes[0])
                 self._time(self._runners[width])
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
-            log_info_on_rank0(logger, f"A cycle's ms by batch size and verified rows of a block: {ms}")
+            log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a block: {ms}")
         self.widths = tuple(sorted(self._runners))
 
     @property
@@ -358,7 +340,7 @@ class CycleGraphs:
         return self._runners[width]
 
     def cost(self, bs: int, width: int) -> float:
-        """What a cycle takes, in seconds. Where there is no graph, whole blocks are verified."""
+        """What a cycle takes, in seconds. Where there is no graph, blocks are whole."""
         runner = self._runners[width]
         if not runner.has(bs):
             return 1.0 if runner is self._whole else math.inf

@@ -1,9 +1,11 @@
-"""`--speculative-adaptive`: how many rows of a block the target verifies, chosen anew for every cycle.
+"""`--speculative-adaptive`: how many rows of a block are drafted and verified, chosen anew for every cycle.
 
-A drafter proposes all rows of a block at once, and few of the last ones are ever accepted. Verifying them costs nothing
-while the GPU waits for weights anyway; once a batch is large enough to keep it computing, each row costs its share.
+A drafter proposes all rows of a block at once, and few of the last ones are ever accepted. They cost nothing while the
+GPU waits for weights anyway; once a batch is large enough to keep it computing, each row costs its share. A drafter
+drafts the first rows of a block as well without the last ones (scripts/results/cycle_notes.md), so they are left out
+of its forward too.
 
-Shapes: a block has B rows, of which the first W are verified: the bonus token and W - 1 drafts.
+Shapes: a block has B rows, and the cycle's blocks its first W: the bonus token and W - 1 drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from operator import mul
 
 # What is left of a count after another cycle: acceptance is that of the last hundred or so.
 _DECAY = 0.99
-# Cycles between two in which whole blocks are verified, to see what the rows behind the chosen width have become.
+# Cycles between two with whole blocks, to see what the rows behind the chosen width have become.
 _EXPLORE_EVERY = 64
 
 
@@ -37,8 +39,8 @@ class VerifyWidth:
             cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`. Equal on every rank.
         """
         self._widths, self._cost = tuple(widths), cost
-        # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. A block is
-        # taken to be worth verifying until it is known not to be.
+        # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. Whole blocks
+        # are taken to be worth it until they are known not to be.
         self._tried, self._accepted = ([1.0] * (widths[-1] - 1) for _ in range(2))
         self._cycle = 0
         # Of the cycles whose results have not been seen, in order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from operator import mul
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -115,7 +116,8 @@ class DFlashWorker(BaseSpecWorker):
         widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
         self._seconds_per_kv_token = 0.0
         if whole is None:
-            self._graphs, self._width = None, VerifyWidth(widths, self._cycle.num_row_layers)
+            # A CPU computes all the time, so a cycle takes as long as it has rows.
+            self._graphs, self._width = None, VerifyWidth(widths, mul)
             return
         self._graphs = CycleGraphs(whole, widths[:-1])
         self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
@@ -184,8 +186,9 @@ class DFlashWorker(BaseSpecWorker):
             return self._idle(on_publish)
         cycle, clock, bs = self._cycle, self._metrics.clock, batch.batch_size()
         cycle.begin()
-        kv_lens = self._host_kv_lens(batch, self.block_size)
-        seconds = self._seconds_per_kv_token * int(kv_lens.sum()) if self._seconds_per_kv_token else 0.0
+        seconds = 0.0
+        if self._seconds_per_kv_token:
+            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self.block_size).sum())
         width = self._width.choose(bs, seconds)
         graphs = None if self._graphs is None else self._graphs[width]
 
@@ -195,7 +198,7 @@ class DFlashWorker(BaseSpecWorker):
         in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
         block, forward_batch, can_replay = self._block_batch(batch, is_plain, width, graphs)
 
-        # 2. Draft the block and verify its first rows as a causal chain, in one replay.
+        # 2. Draft the block and verify it as a causal chain, in one replay.
         grammar_tree = None
         if can_replay:
             with graphs.serving(in_shards):
@@ -204,7 +207,8 @@ class DFlashWorker(BaseSpecWorker):
                 grammar_tree = graphs.grammar_tree()
         else:
             clock.mark(BEGUN)
-            drafted = cycle.draft(forward_batch, block, kv_lens, cycle.draft_backend.init_forward_metadata)
+            backend = self.draft_model_runner.attn_backend
+            drafted = cycle.draft(forward_batch, forward_batch.seq_lens_cpu, backend, backend.init_forward_metadata)
             clock.mark(DRAFTED)
             if batch.has_grammar:
                 grammar_tree = GrammarTree.from_linear_chain(drafted)
@@ -241,12 +245,12 @@ class DFlashWorker(BaseSpecWorker):
     def _block_batch(
         self, batch: ScheduleBatch, is_plain: bool, width: int, graphs: CycleGraphRunner | None
     ) -> tuple[Block, ForwardBatch, bool]:
-        """The `[bonus, mask x (B - 1)]` blocks of a batch, a TARGET_VERIFY batch of their first `width` rows, and
-        whether a graph can be replayed for it."""
+        """Blocks of `[bonus, mask x (width - 1)]`, the TARGET_VERIFY batch of them, and whether a graph can be replayed
+        for it."""
         draft_input: DFlashDraftInput = batch.spec_info
         bs = batch.batch_size()
         static = None if graphs is None else graphs.blocks(bs)
-        block = Block.empty(bs, self.block_size, self.device) if static is None else static.block
+        block = Block.empty(bs, width, self.device) if static is None else static.block
         ops.prepare_block(
             draft_input.bonus_tokens,
             batch.seq_lens,
@@ -257,16 +261,15 @@ class DFlashWorker(BaseSpecWorker):
             self._seeds.getrandbits(63),
             block if static is None else static.padded,
         )
-        verified = block.verified(width) if static is None else static.verified
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        batch.input_ids = verified.input_ids
-        batch.out_cache_loc = verified.out_cache_loc
+        batch.input_ids = block.input_ids
+        batch.out_cache_loc = block.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.seq_lens_cpu = self._host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         batch.spec_info = DFlashVerifyInput(
-            draft_token=verified.input_ids,
-            positions=verified.positions,
+            draft_token=block.input_ids,
+            positions=block.positions,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )

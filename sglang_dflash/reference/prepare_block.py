@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -37,12 +37,6 @@ class Block:
         requests = torch.empty((2, bs), dtype=torch.int64, device=device)
         seed = torch.zeros(1, dtype=torch.int64, device=device)
         return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), seed)
-
-    def verified(self, width: int) -> Block:
-        """The first `width` rows of every request, in memory of their own where that is not all of them."""
-        blocks = (rows.view(len(self.seq_lens), -1) for rows in (self.input_ids, self.positions, self.out_cache_loc))
-        input_ids, positions, out_cache_loc = (block[:, :width].reshape(-1) for block in blocks)
-        return replace(self, input_ids=input_ids, positions=positions, out_cache_loc=out_cache_loc)
 
     def take(self, bs: int, block_size: int) -> Block:
         """Views of the first `bs` requests."""

@@ -59,7 +59,7 @@ def draft(logits: torch.Tensor, num_added: int) -> torch.Tensor:
     """[NUM_ROWS, 2] blocks whose second token has the row's logits; the first one's are never looked at."""
     head = DraftHead(lm_head_of(logits, num_added), get_tp_group())
     hidden_states = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1).to(logits.dtype)
-    return head(torch.full((NUM_ROWS, 2), 3), hidden_states.view(2 * NUM_ROWS, NUM_ROWS), width=2)
+    return head(torch.full((NUM_ROWS, 2), 3), hidden_states.view(2 * NUM_ROWS, NUM_ROWS))
 
 
 def serve_rank(rank: int, world_size: int, folder: str) -> None:

@@ -43,11 +43,12 @@ def register():
         accepted, drafted = graphs.accepted(), forward_batch.input_ids.clone()
 
         block = graphs.blocks(forward_batch.batch_size).block
+        backend = worker.draft_model_runner.attn_backend
         drafted_again = cycle.draft(
-            replace(forward_batch, input_ids=begun.clone()),
-            replace(block, input_ids=begun),
+            replace(forward_batch, input_ids=begun),
             forward_batch.seq_lens_cpu,
-            cycle.draft_backend.init_forward_metadata,
+            backend,
+            backend.init_forward_metadata,
         ).view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
