@@ -15,51 +15,57 @@ import triton.language as tl
 
 from sglang_dflash.reference.sample_rows import DrawParameters
 
+# Columns that a row's threads read together; lane i of a row is its columns i, i + _TILE, i + 2 * _TILE and so on.
 _TILE = 4096
+# Tiles in flight.
+_STAGES = 4
 
 
 @triton.jit
-def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, PADDED_TILES: tl.constexpr):
-    """Of one row, the weights exp((logit - maximum) * rate): for each tile the mass of what is allowed, being at least
+def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, STAGES: tl.constexpr):
+    """Of one row, the weights exp((logit - maximum) * rate): for each lane the mass of what is allowed, being at least
     `least` and above `below`; the mass of the whole row; the number of allowed tokens."""
-    lane = tl.arange(0, TILE)
-    tiles = tl.arange(0, PADDED_TILES)
-    masses = tl.zeros((PADDED_TILES,), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
+    mass, total = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     count = tl.zeros((TILE,), tl.int32)
-    for start in range(0, num_columns, TILE):
-        column = start + lane
+    # Nothing is summed across lanes here: the threads would wait for each other in every tile.
+    for start in tl.range(0, num_columns, TILE, num_stages=STAGES):
+        column = start + tl.arange(0, TILE)
         value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
         weight = tl.where(value > float("-inf"), tl.exp((value - maximum) * rate), 0.0)
         is_allowed = (value >= least) & (value > below)
-        masses = tl.where(tiles == start // TILE, tl.sum(tl.where(is_allowed, weight, 0.0)), masses)
+        mass += tl.where(is_allowed, weight, 0.0)
         total += weight
         count += is_allowed.to(tl.int32)
-    return masses, tl.sum(total), tl.sum(count)
+    return mass, tl.sum(total), tl.sum(count)
 
 
 @triton.jit
-def _draw(logits, num_columns, maximum, rate, least, below, masses, uniform, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """The column where the mass of what is allowed crosses the share `uniform` of its sum; -1 where there is none.
+def _cross(mass, threshold, index, END: tl.constexpr):
+    """The first place where the sum of `mass` exceeds `threshold`: its `index`, which ascends, and what the threshold
+    is above the mass before it; -1 where there is no mass.
 
-    Sums of floats depend on their order, so the crossing may be missed by a rounding error: then it is the last one.
+    Sums of floats depend on their order, so the crossing may be missed by a rounding error: then it is the last mass.
     """
-    tiles = tl.arange(0, PADDED)
-    threshold = uniform * tl.sum(masses)
-    has_mass = masses > 0
-    first_tile = tl.min(tl.where(has_mass & (tl.cumsum(masses, 0) > threshold), tiles, PADDED))
-    last_tile = tl.max(tl.where(has_mass, tiles, 0))
-    tile = tl.minimum(first_tile, last_tile)
-    rest = threshold - tl.sum(tl.where(tiles < tile, masses, 0.0))
+    has_mass = mass > 0
+    first = tl.min(tl.where(has_mass & (tl.cumsum(mass, 0) > threshold), index, END))
+    crossing = tl.minimum(first, tl.max(tl.where(has_mass, index, -1)))
+    return crossing, threshold - tl.sum(tl.where(index < crossing, mass, 0.0))
 
-    column = tile * TILE + tl.arange(0, TILE)
-    value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+
+@triton.jit
+def _draw(logits, num_columns, maximum, rate, least, below, mass, uniform, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """The column where the mass of what is allowed, lane by lane, crosses the share `uniform` of its sum; -1 where
+    there is none."""
+    lane, rest = _cross(mass, uniform * tl.sum(mass), tl.arange(0, TILE), TILE)
+    tile = tl.arange(0, PADDED)
+    column = tile * TILE + lane
+    # Of a row without mass, nothing.
+    is_inside = (lane >= 0) & (column < num_columns)
+    value = tl.load(logits + column, mask=is_inside, other=float("-inf")).to(tl.float32)
     is_allowed = (value >= least) & (value > below)
     weight = tl.where(is_allowed, tl.exp((value - maximum) * rate), 0.0)
-    has_weight = weight > 0
-    first = tl.min(tl.where(has_weight & (tl.cumsum(weight, 0) > rest), column, num_columns))
-    last = tl.max(tl.where(has_weight, column, -1))
-    return tl.minimum(first, last)
+    drawn, _ = _cross(weight, rest, tile, PADDED)
+    return tl.where(drawn < 0, -1, drawn * TILE + lane)
 
 
 @triton.jit
@@ -85,6 +91,7 @@ def _sample_rows_kernel(
     seed,
     TILE: tl.constexpr,
     PADDED_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row_index = tl.program_id(0)
     row = row_index.to(tl.int64)
@@ -108,12 +115,12 @@ def _sample_rows_kernel(
     is_open = top_k > 1
     # Ends: `below` rises to a larger logit every time, and the largest has nothing above it to be rejected for.
     while is_open:
-        masses, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, PADDED_TILES)
+        mass, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, STAGES)
         # Nothing has been drawn before the first pass.
-        is_accepted = (round_index > 0) & (count < top_k) & ((tl.sum(masses) < top_p * total) | (top_p >= 1.0))
+        is_accepted = (round_index > 0) & (count < top_k) & ((tl.sum(mass) < top_p * total) | (top_p >= 1.0))
         if is_accepted == 0:
             uniform = _uniform(row_seed, row_index, round_index)
-            token = _draw(row_logits, num_columns, maximum, rate, least, below, masses, uniform, TILE, PADDED_TILES)
+            token = _draw(row_logits, num_columns, maximum, rate, least, below, mass, uniform, TILE, PADDED_TILES)
             below = tl.load(row_logits + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
             round_index += 1
         is_open = (is_accepted == 0) & is_filtered & (token >= 0)
@@ -142,5 +149,6 @@ def sample_rows(
         seed,
         TILE=_TILE,
         PADDED_TILES=triton.next_power_of_2(triton.cdiv(num_columns, _TILE)),
+        STAGES=_STAGES,
         num_warps=8,
     )
