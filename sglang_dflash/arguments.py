@@ -168,7 +168,7 @@ def check_draft_window(server_args: ServerArgs) -> None:
 def check_adaptive(server_args: ServerArgs) -> None:
     """Attention backends verify as many rows as they were built for, so each number of rows has graphs of its own."""
     has_graphs = server_args.cuda_graph_config.decode.backend != Backend.DISABLED
-    if server_args.speculative_adaptive and not has_graphs and server_args.device.split(":")[0] != "cpu":
+    if server_args.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
         raise ConfigError(
             "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
             "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
@@ -205,9 +205,13 @@ def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> 
         )
 
 
+def device_type(server_args: ServerArgs) -> str:
+    return server_args.device.split(":")[0]
+
+
 def draft_attention_backends(server_args: ServerArgs) -> tuple[str, ...]:
     """The attention backends that the device has for a drafter."""
-    device = server_args.device.split(":")[0]
+    device = device_type(server_args)
     if device not in DRAFT_BACKENDS:
         raise ConfigError(f"--device {server_args.device}: DFLASH runs on {' and '.join(DRAFT_BACKENDS)}.")
     return DRAFT_BACKENDS[device]
@@ -221,7 +225,7 @@ def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -
     if backend not in choices:
         flag = "--speculative-draft-attention-backend" if asked else "--attention-backend"
         raise ConfigError(
-            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {server_args.device.split(':')[0]}; "
+            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {device_type(server_args)}; "
             "choose one with --speculative-draft-attention-backend."
         )
     if backend == "fa3" and resolved_view(server_args).kv_cache_dtype == "fp8_e5m2":

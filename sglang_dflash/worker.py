@@ -112,6 +112,7 @@ class DFlashWorker(BaseSpecWorker):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
         is_adaptive = self.draft_model_runner.server_args.speculative_adaptive
         if is_adaptive and whole is None and self.device != "cpu":
+            # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
         widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
         self._seconds_per_kv_token = 0.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.engine import MODES
+from bench.engine import MODES, drafting
+from bench.prompts import Prompts
 from bench.results import METRICS, Results, Spread, short
 
 if TYPE_CHECKING:
@@ -59,9 +59,10 @@ def _positions(run: dict) -> Iterator[tuple[str, str, int]]:
     """Of every panel that a figure may stand in: title, axis, and where on it."""
     place = f"{short(run['target'])}, {run['backend']}, tp {run['tp']}"
     yield f"{place}, {run['prompts']}", "concurrency", run["concurrency"]
-    if length := re.search(r"(?:(.*), )?(\d+) tokens$", run["prompts"]):
-        dataset = "" if length[1] is None else f", {length[1]}"
-        yield f"{place}{dataset}, concurrency {run['concurrency']}", "prompt tokens", int(length[2])
+    prompts = Prompts.parse(run["prompts"])
+    if prompts.tokens is not None:
+        dataset = "" if prompts.dataset is None else f", {prompts.dataset}"
+        yield f"{place}{dataset}, concurrency {run['concurrency']}", "prompt tokens", prompts.tokens
 
 
 def draw(results: Results, path: Path) -> None:
@@ -88,14 +89,12 @@ def _draw_panel(axis: Axes, panel: Panel, y_label: str) -> None:
     for line in sorted(panel.lines, key=_order):
         mode, drafter, block_size, draft_window = line
         label = mode if len(drafters) < 2 else f"{mode} {short(drafter)}"
-        label += "" if block_size is None else f", block {block_size}"
-        label += "" if draft_window is None else f", window {draft_window}"
         xs, spreads = zip(*sorted(panel.lines[line].items()), strict=True)
         axis.errorbar(
             xs,
             [spread.median for spread in spreads],
             yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
-            label=label,
+            label=label + drafting(block_size, draft_window),
             marker="o",
             capsize=3,
         )

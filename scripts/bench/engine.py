@@ -49,9 +49,14 @@ class Configuration:
     draft_window: int | None = None
 
     def __str__(self) -> str:
-        block = "" if self.block_size is None else f", block {self.block_size}"
-        window = "" if self.draft_window is None else f", window {self.draft_window}"
-        return f"{self.mode}, {self.backend}, tp {self.tp}{block}{window}"
+        return f"{self.mode}, {self.backend}, tp {self.tp}{drafting(self.block_size, self.draft_window)}"
+
+
+def drafting(block_size: int | None, draft_window: int | None) -> str:
+    """How a configuration drafts, to stand behind its name: nothing where it is the drafter's own way."""
+    block = "" if block_size is None else f", block {block_size}"
+    window = "" if draft_window is None else f", window {draft_window}"
+    return block + window
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ class Prompts:
         name = [] if self.dataset is None else [Path(self.dataset).stem]
         return ", ".join(name + ([] if self.tokens is None else [f"{self.tokens} tokens"]))
 
+    @classmethod
+    def parse(cls, text: str) -> Prompts:
+        """What was written so; of a dataset its file's name."""
+        dataset, tokens = re.fullmatch(r"(.*?)(?:(?:, |^)(\d+) tokens)?", text).groups()
+        return cls(dataset or None, None if tokens is None else int(tokens))
+
 
 @dataclass(frozen=True)
 class Question:

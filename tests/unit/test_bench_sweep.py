@@ -81,6 +81,20 @@ def test_cut_begins_elsewhere_and_wraps():
     assert cut([[1, 2], [3], [4, 5, 6]], tokens=4, count=4) == [[1, 2, 3, 4], [3, 4, 5, 6], [4, 5, 6, 1], [1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        Prompts(None, 512),
+        Prompts("gsm8k", None),
+        Prompts("gsm8k", 64),
+        Prompts("of, 9 tokens", 64),
+        Prompts("9 tokens up", 7),
+    ],
+)
+def test_prompts_are_known_by_what_is_written(prompts):
+    assert Prompts.parse(str(prompts)) == prompts
+
+
 def test_random_prompts_are_the_same_in_every_engine():
     first, second = (build_prompts(Prompts(None, 9), None, 3, {}) for _ in range(2))
 

@@ -1,0 +1,60 @@
+"""What becomes of a server's arguments: SGLang's own `ServerArgs`, resolved in this process as `launch_server` does it
+before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.config import ConfigError
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+load_plugins()
+
+ON_CPU = not torch.cuda.is_available()
+DEVICE_ARGS = {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"} if ON_CPU else {}
+DFLASH_ARGS = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+
+
+def resolve(**changes) -> ServerArgs:
+    return ServerArgs(**{"model_path": str(TARGET_DIR)} | DEVICE_ARGS | DFLASH_ARGS | changes)
+
+
+def refusal(**changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def checkpoint(source: Path, path: Path, config: dict | None = None, tensors: dict | None = None) -> str:
+    """A copy of one of the tiny pair's checkpoints.
+
+    Args:
+        config: fields that replace those of `config.json`; None removes one.
+        tensors: tensors that replace those of the same name; None removes one.
+    """
+    shutil.copytree(source, path)
+    fields = json.loads((source / "config.json").read_text()) | (config or {})
+    (path / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    if tensors:
+        kept = load_file(source / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+def drafter_with(tmp_path: Path, **fields) -> str:
+    dflash_config = json.loads((DRAFTER_DIR / "config.json").read_text())["dflash_config"]
+    inner = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids") if name in fields}
+    if inner:
+        fields["dflash_config"] = {k: v for k, v in (dflash_config | inner).items() if v is not None}
+    return checkpoint(DRAFTER_DIR, tmp_path / "drafter", config=fields)

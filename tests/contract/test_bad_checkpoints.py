@@ -1,0 +1,168 @@
+"""A drafter that is missing, makes no sense or does not fit its target: no server starts, and one sentence names the
+flag or field and its value."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from resolving import checkpoint, drafter_with, refusal, resolve
+
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+
+# --- the drafter's path ---------------------------------------------------------------------------------------------
+
+
+def test_path_left_out():
+    assert "set --speculative-draft-model-path" in refusal(speculative_draft_model_path=None)
+
+
+def test_path_does_not_exist(tmp_path):
+    path = str(tmp_path / "none")
+    assert refusal(speculative_draft_model_path=path).startswith(f"--speculative-draft-model-path {path}: there is no")
+
+
+def test_path_without_config(tmp_path):
+    message = refusal(speculative_draft_model_path=str(tmp_path))
+    assert str(tmp_path) in message and "config.json" in message
+
+
+@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") != "1", reason="would ask the Hugging Face hub")
+def test_path_is_no_repository():
+    message = refusal(speculative_draft_model_path="nobody/no-such-drafter")
+    assert message.startswith("--speculative-draft-model-path nobody/no-such-drafter cannot be read: ")
+
+
+def test_path_is_not_even_a_repository_name():
+    message = refusal(speculative_draft_model_path="~/drafter of mine")
+    assert message.startswith("--speculative-draft-model-path ~/drafter of mine cannot be read: ")
+
+
+def test_config_is_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    message = refusal(speculative_draft_model_path=str(tmp_path))
+    assert message.startswith(f"--speculative-draft-model-path {tmp_path} cannot be read: ")
+
+
+def test_model_type_is_unknown(tmp_path):
+    message = refusal(speculative_draft_model_path=drafter_with(tmp_path, model_type="no-such-type"))
+    assert message.startswith("model_type='no-such-type' in config.json of drafter ")
+
+
+def test_target_as_drafter():
+    message = refusal(speculative_draft_model_path=str(TARGET_DIR))
+    assert "is not a DFlash checkpoint" in message and "Qwen3ForCausalLM" in message
+
+
+def test_dflash_config_is_no_object(tmp_path):
+    path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config={"dflash_config": [1, 2]})
+    assert "is not a DFlash checkpoint" in refusal(speculative_draft_model_path=path)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash2 checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "is a Domino checkpoint"),
+        ({"speculators_model_type": "dspark", "model_type": "speculator_model"}, "is a DSpark checkpoint"),
+        ({"speculators_model_type": "eagle3", "model_type": "speculator_model"}, "speculators_model_type='eagle3'"),
+    ],
+)
+def test_other_drafters(tmp_path, config, named):
+    path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config=config)
+    message = refusal(speculative_draft_model_path=path)
+    assert message.startswith(f"--speculative-draft-model-path {path} is ") and named in message
+
+
+# --- a drafter that makes no sense, or was trained for another target -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": 128}, "hidden_size=128"),
+        ({"vocab_size": 2048}, "vocab_size=2048"),
+        ({"num_target_layers": 6}, "num_target_layers=6"),
+        ({"num_target_layers": None}, "num_target_layers=None"),
+        ({"target_layer_ids": [0, 1, 3]}, "names [3]"),
+        ({"target_layer_ids": [0, 1, 40]}, "names [40]"),
+        ({"target_layer_ids": [-1, 0, 1]}, "names [-1]"),
+        ({"target_layer_ids": [2, 1, 0]}, "target_layer_ids=[2, 1, 0]"),
+        ({"target_layer_ids": [1, 1, 2]}, "target_layer_ids=[1, 1, 2]"),
+        ({"target_layer_ids": []}, "target_layer_ids=[]"),
+        ({"target_layer_ids": 2}, "target_layer_ids=2"),
+        ({"target_layer_ids": ["0"]}, "target_layer_ids=['0']"),
+        ({"mask_token_id": 1024}, "mask_token_id=1024"),
+        ({"mask_token_id": -1}, "mask_token_id=-1"),
+        ({"mask_token_id": None}, "mask_token_id=None"),
+        ({"block_size": 1}, "block_size=1"),
+        ({"block_size": "16"}, "block_size='16'"),
+        ({"block_size": None}, "block_size=None"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"max_position_embeddings": 1024}, "max_position_embeddings=1024"),
+    ],
+)
+def test_drafter_field(tmp_path, fields, named):
+    path = drafter_with(tmp_path, **fields)
+    message = refusal(speculative_draft_model_path=path)
+    assert named in message and path in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types=['full_attention']"),
+        ({"layer_types": ["full_attention", "odd", "odd"]}, "'odd'"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 0}, "sliding_window=0"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 1}, "sliding_window=1"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
+        ({"use_swa": False}, "use_sliding_window, use_swa=[True, False]"),
+        ({"use_swa": 1}, "use_swa=1"),
+        ({"is_causal": "no"}, "is_causal='no'"),
+    ],
+)
+def test_drafter_layers(tmp_path, fields, named):
+    """Where transformers itself refuses the value, its sentence is passed on."""
+    layers = json.loads((DRAFTER_DIR / "config.json").read_text())["num_hidden_layers"]
+    if len(fields.get("layer_types", ())) == 3:
+        fields = fields | {"layer_types": (fields["layer_types"] * layers)[:layers]}
+    path = drafter_with(tmp_path, use_sliding_window=True, **fields)
+    message = refusal(speculative_draft_model_path=path)
+    assert path in message
+    assert named in message or "layer_types" in message
+
+
+def test_shorter_context_is_allowed_where_it_is_served(tmp_path):
+    path = drafter_with(tmp_path, max_position_embeddings=1024)
+    assert resolve(speculative_draft_model_path=path, context_length=1024).context_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "fields", "named"),
+    [
+        (3, {}, "num_attention_heads=4"),
+        (2, {"intermediate_size": 385}, "intermediate_size=385"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "num_key_value_heads=6"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ],
+)
+def test_tensor_parallel_size(tmp_path, tp_size, fields, named):
+    path = drafter_with(tmp_path, **fields)
+    message = refusal(speculative_draft_model_path=path, tp_size=tp_size)
+    assert named in message and f"--tp-size {tp_size}" in message
+
+
+def test_more_ranks_than_kv_heads():
+    assert resolve(tp_size=4).tp_size == 4
+
+
+def test_recurrent_target(tmp_path):
+    config = {
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    }
+    target = checkpoint(TARGET_DIR, tmp_path / "target", config=config)
+    message = refusal(model_path=target, disable_radix_cache=True)
+    assert "Lfm2ForCausalLM" in message and "recurrent layers" in message
