@@ -1,8 +1,8 @@
-"""The products of a single block's rows with weights, by a kernel that reads weights faster than SGLang's.
+"""The products of one or two blocks' rows with weights, by a kernel that reads weights faster than SGLang's.
 
 A cycle of one request spends nine tenths of its time in them, for 16 rows that cost nothing to multiply. cuBLAS takes
 154.9 us for those of a Qwen3-8B layer on an H100, `kernels.linear_few_rows` 144.5, the activation behind gate_up
-included (scripts/results/linear_h100_2026-11-21.md).
+included; of 32 rows 153.3 and 145.8 (scripts/results/linear_h100_2026-11-21.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sglang_dflash import ops
 
 logger = logging.getLogger(__name__)
 
-# Of one block. For 128 rows cuBLAS is faster; between them nothing was measured.
-MAX_ROWS = 16
+# For 64 rows cuBLAS is as fast, for 128 faster.
+MAX_ROWS = 32
 # The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
 # What activates its gate_up_proj with SiluAndMul, and does nothing else to it.
@@ -30,7 +30,7 @@ _GATED_MLPS = (LlamaMLP, Qwen2MLP)
 
 
 class FewRowsLinearMethod(UnquantizedLinearMethod):
-    """An unquantised layer without bias, of which up to 16 rows take another kernel than more do."""
+    """An unquantised layer without bias, of which up to MAX_ROWS rows take another kernel than more do."""
 
     def __init__(self, is_gated: bool) -> None:
         """

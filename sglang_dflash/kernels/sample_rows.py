@@ -18,7 +18,7 @@ from sglang_dflash.reference.sample_rows import DrawParameters
 # Columns that a row's threads read together; lane i of a row is its columns i, i + _TILE, i + 2 * _TILE and so on.
 _TILE = 4096
 # Tiles in flight.
-_STAGES = 4
+_STAGES = 2
 
 
 @triton.jit
