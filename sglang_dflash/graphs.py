@@ -256,17 +256,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def seconds(self, bs: int) -> float:
         """What a replay takes, of requests without a context."""
-        key = self._make_graph_key(bs)
-        times = []
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self.backend.replay_session():
-            for _ in range(_TIMED_REPLAYS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                self.backend.replay(key, self._captured[bs, False].batch)
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
-        return min(times)
+            begin.record()
+            self.backend.replay(self._make_graph_key(bs), self._captured[bs, False].batch)
+            end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
     def load_batch(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> None:
         """Prepare a replay for a batch whose inputs are in the buffers of `block` already."""
@@ -322,11 +318,11 @@ class CycleGraphs:
         self._whole, self._runners = whole, {whole.width: whole}
         self._seconds: dict[tuple[int, int], float] = {}
         if narrow_widths:
-            self._time(whole)
+            self._seconds = self._time()
             sizes = [bs for bs in whole.capture_bs if self._seconds[bs, whole.width] > BUSY * self.least_seconds]
-            for width in narrow_widths if sizes else ():
-                self._runners[width] = whole.narrower(width, min_bs=sizes[0])
-                self._time(self._runners[width])
+            if sizes:
+                self._runners |= {width: whole.narrower(width, min_bs=sizes[0]) for width in narrow_widths}
+                self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a block: {ms}")
         self.widths = tuple(sorted(self._runners))
@@ -346,7 +342,17 @@ class CycleGraphs:
             return 1.0 if runner is self._whole else math.inf
         return self._seconds[runner.padded(bs), width]
 
-    def _time(self, runner: CycleGraphRunner) -> None:
-        seconds = {(bs, runner.width): runner.seconds(bs) for bs in runner.capture_bs}
+    def _time(self) -> dict[tuple[int, int], float]:
+        """What a cycle of each size and width takes.
+
+        Widths of a size are timed right after each other, again and again: what else slows a GPU at start-up, another
+        server's or its own clock, must not make one of them look better than another.
+        """
+        seconds = {}
+        for _ in range(_TIMED_REPLAYS):
+            for bs in self._whole.capture_bs:
+                for width, runner in self._runners.items():
+                    if runner.has(bs):
+                        seconds[bs, width] = min(runner.seconds(bs), seconds.get((bs, width), math.inf))
         # Every rank chooses by the same times, as it must by the same rule.
-        self._seconds |= get_tp_group().broadcast_object(seconds, src=0)
+        return get_tp_group().broadcast_object(seconds, src=0)
