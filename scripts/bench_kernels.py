@@ -175,10 +175,10 @@ def qk_norm_rope_set_kv(bs: int, args: argparse.Namespace) -> Case:
 
 
 def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
-    """One block's gate_up, on one of four GPUs: however many blocks there are, it is used for one."""
-    x = torch.randn(BLOCK_SIZE, HIDDEN, device=DEVICE).half()
+    """gate_up of one or two blocks, on one of four GPUs: it is not used for more."""
+    x = torch.randn(BLOCK_SIZE * min(bs, 2), HIDDEN, device=DEVICE).half()
     weight = torch.randn(2 * INTERMEDIATE // 4, HIDDEN, device=DEVICE).half() / HIDDEN**0.5
-    return Case((x, weight, True), x.nbytes + weight.nbytes + BLOCK_SIZE * INTERMEDIATE // 4 * x.itemsize)
+    return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
 def seq_lens(bs: int, args: argparse.Namespace) -> torch.Tensor:

@@ -12,7 +12,16 @@ DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torc
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"),
-    [(1, 1, 1), (16, 64, 128), (16, 130, 520), (7, 200, 8), (15, 63, 300), (29, 130, 520), (33, 65, 1024), (64, 64, 130)],
+    [
+        (1, 1, 1),
+        (16, 64, 128),
+        (16, 130, 520),
+        (7, 200, 8),
+        (15, 63, 300),
+        (29, 130, 520),
+        (33, 65, 1024),
+        (64, 64, 130),
+    ],
 )
 def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
     # Rows of a wider matrix, as queries are of projections; the rest of it would be seen.
