@@ -30,5 +30,5 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()
     assert {int(width) for width in re.findall(r"Replayed: (\d+) rows", log)} == widths
-    assert re.search(r"[1-9]\d* linear layers have a kernel for up to 16 rows", log)
+    assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
     assert ("in shards" in log) == (settings is TWO_RANKS)

@@ -113,7 +113,7 @@ def register() -> None:
     graphs.block_plan = Plan
     # A CPU is always busy; noise must not decide which sizes are captured.
     graphs.BUSY = 0
-    # Of a single block, as on a GPU for larger weights.
+    # Of one or two blocks, as on a GPU for larger weights.
     few_rows.is_faster = lambda weight, num_columns: True
 
     init_cuda_graphs = DFlashWorker.init_cuda_graphs
