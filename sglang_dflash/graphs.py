@@ -348,11 +348,9 @@ class CycleGraphs:
         Widths of a size are timed right after each other, again and again: what else slows a GPU at start-up, another
         server's or its own clock, must not make one of them look better than another.
         """
-        seconds = {}
-        for _ in range(_TIMED_REPLAYS):
-            for bs in self._whole.capture_bs:
-                for width, runner in self._runners.items():
-                    if runner.has(bs):
-                        seconds[bs, width] = min(runner.seconds(bs), seconds.get((bs, width), math.inf))
+        turns = [(bs, runner) for bs in self._whole.capture_bs for runner in self._runners.values() if runner.has(bs)]
+        seconds = dict.fromkeys(((bs, runner.width) for bs, runner in turns), math.inf)
+        for bs, runner in turns * _TIMED_REPLAYS:
+            seconds[bs, runner.width] = min(seconds[bs, runner.width], runner.seconds(bs))
         # Every rank chooses by the same times, as it must by the same rule.
         return get_tp_group().broadcast_object(seconds, src=0)
