@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from bench.ports import claim_port
 from resolving import ON_CPU, checkpoint, drafter_with
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -18,13 +18,11 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 def launch(tmp_path: Path, *flags: str) -> str:
     """What `launch_server` writes to stderr before it ends by itself, in error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, claim = claim_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--max-total-tokens", "4096"]
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     stderr = tmp_path / "stderr"
-    with stderr.open("wb") as file:
+    with claim, stderr.open("wb") as file:
         server = subprocess.Popen(
             [*command, "--speculative-algorithm", "DFLASH", *flags],
             stdout=subprocess.DEVNULL,
