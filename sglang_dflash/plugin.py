@@ -8,7 +8,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash.version import __version__
 
-SUPPORTED_SGLANG = "0.5.17"
+SUPPORTED_SGLANG = "0.5.23"
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 HANDLE_SERVER_ARGS = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args"
