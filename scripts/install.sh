@@ -6,7 +6,7 @@
 set -euo pipefail
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-SGLANG_VERSION=0.5.17
+SGLANG_VERSION=0.5.23
 
 say() { printf '%s\n' "[install] $*" >&2; }
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_dflash import ops
@@ -38,8 +39,8 @@ class DecodeCycle:
         self.draft_runner = draft_runner
         self._model = draft_runner.model
         self._window = window
-        self._head = DraftHead.of(self._model, target_model.lm_head, get_tp_group())
-        self.logits = VerifyLogits(target_model, get_tp_group())
+        self._head = DraftHead.of(self._model, target_model.lm_head, get_parallel().tp_group)
+        self.logits = VerifyLogits(target_model, get_parallel().tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
 
@@ -87,10 +88,18 @@ class DecodeCycle:
             [bs, W] int64, the bonus token and the draft tokens, in the memory of `input_ids`.
         """
         draft_batch = self.draft_batch(batch, kv_lens)
+        plan, translator = batch.kv_loc_plan, self.draft_runner.kv_index_translator
         if self._window is not None:
             draft_batch.seq_lens = self._window.fill(batch.req_pool_indices, batch.seq_lens)
+            plan = plan.reads_from(
+                translator,
+                seq_lens=draft_batch.seq_lens,
+                seq_lens_cpu=draft_batch.seq_lens_cpu,
+                read_extent=batch.spec_info.draft_token_num,
+            )
+        plan.bind(draft_batch, translator)
         lay_out(draft_batch)
-        with forward_context(ForwardContext(attn_backend=attn_backend)):
+        with forward_context(ForwardContext(attn_backend=attn_backend), forward_batch=draft_batch):
             output = self._model.forward(batch.input_ids, batch.positions, draft_batch)
         rows = batch.input_ids.view(-1, batch.spec_info.draft_token_num)
         return rows.copy_(self._head(rows, output.hidden_states))
@@ -127,14 +136,13 @@ class DecodeCycle:
     def append(self, batch: ForwardBatch, output: LogitsProcessorOutput, accepted: Acceptance) -> None:
         """Append the committed rows to the drafter's context. Rejected rows never enter it."""
         features, _ = self.split_hidden_states(output)
-        self._context.write(features, batch.positions, batch.out_cache_loc, accepted.accept_lens)
+        slots = batch.kv_loc_plan.write_ids(self.draft_runner.kv_index_translator)
+        self._context.write(features, batch.positions, slots, accepted.accept_lens)
 
-    def append_prompt(
-        self, output: LogitsProcessorOutput, positions: torch.Tensor, out_cache_loc: torch.Tensor
-    ) -> None:
-        """Append prompt tokens to the drafter's context: positions [T], out_cache_loc [T]."""
+    def append_prompt(self, output: LogitsProcessorOutput, positions: torch.Tensor, plan: KVLocPlan) -> None:
+        """Append prompt tokens to the drafter's context: positions [T], in the slots that `plan` gives them."""
         features, _ = self.split_hidden_states(output)
-        self._context.write(features, positions, out_cache_loc)
+        self._context.write(features, positions, plan.write_ids(self.draft_runner.kv_index_translator))
 
     def split_hidden_states(self, output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
         """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""

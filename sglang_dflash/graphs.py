@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
@@ -193,10 +192,16 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return prepared
 
     def capture_one_shape(
-        self, size: int, forward: Callable, stream_idx: int | None = None, variant_label: str | None = None
+        self,
+        size: int,
+        forward: Callable,
+        stream_idx: int | None = None,
+        variant_label: str | None = None,
+        attention_variant: str | None = None,
     ) -> None:
-        # SGLang has variants for LoRA, which is refused.
+        # SGLang has variants for LoRA and for architectures that are refused.
         assert variant_label is None
+        assert attention_variant is None
         for in_shards in self._variants:
             recorded = partial(self._forward, forward, in_shards)
             super().capture_one_shape(size, recorded, stream_idx, _variant_label(in_shards))
@@ -213,6 +218,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
+        # A plan keeps the slots that it has translated; those of every replay are translated inside the graph.
+        self.model_runner.kv_index_translator.bind_runner_slots(batch)
         clock.mark(BEGUN)
         drafted = cycle.draft(batch, batch.seq_lens_cpu, self._draft_backend, self._draft_plan.record)
         self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)
@@ -293,7 +300,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         # The graph reads `req_to_token`, which the scheduler may change once this event has passed.
         read_done = torch.cuda.Event()
         read_done.record()
-        self.model_runner.war_fastpath_read_done_event = read_done
+        self.model_runner.shared_read_done_event = read_done
         return output
 
     def accepted(self) -> Acceptance:
@@ -353,4 +360,4 @@ class CycleGraphs:
         for bs, runner in turns * _TIMED_REPLAYS:
             seconds[bs, runner.width] = min(seconds[bs, runner.width], runner.seconds(bs))
         # Every rank chooses by the same times, as it must by the same rule.
-        return get_tp_group().broadcast_object(seconds, src=0)
+        return get_parallel().tp_group.broadcast_object(seconds, src=0)

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, page_aligned_decode_alloc_lens
 from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
-from sglang.srt.utils.common import ceil_align, is_pin_memory_available
-
-from sglang_dflash.memory import swa_eviction_interval
+from sglang.srt.utils.common import is_pin_memory_available
 
 # Tokens for which slots are reserved beyond what a cycle may need, so that not every cycle of a batch reserves some.
 _AHEAD = 64
@@ -66,18 +64,19 @@ class DFlashDraftInput(SpecInput):
         That takes up to two blocks past what the CPU knows to be committed, in whole pages;
         `ScheduleBatch._new_tokens_required_next_decode_spec_v2` has made sure that so many are there.
         """
-        evict_target_window(batch)
+        # Give back the slots of tokens that have left the target's windows.
+        batch.maybe_evict_swa()
         if not batch.reqs:
             return
         reserve = get_alloc_reserve_per_decode()
-        needed = [req.kv_committed_len + reserve for req in batch.reqs]
+        needed = [req.kv.kv_committed_len + reserve for req in batch.reqs]
         self.reserved_seq_lens_cpu = torch.tensor(needed, dtype=torch.int32)
         has_slots = True
         for req, length in zip(batch.reqs, needed, strict=True):
             has_slots &= length <= req.kv.kv_allocated_len
             req.decode_batch_idx += 1
         if not has_slots:
-            _allocate(batch, needed)
+            _allocate(batch, reserve, max(needed))
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep the requests at `new_indices`; the reservation is made anew before the next cycle."""
@@ -98,24 +97,24 @@ class DFlashDraftInput(SpecInput):
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
 
 
-def _allocate(batch: ScheduleBatch, needed: list[int]) -> None:
-    """Give every request the slots of `needed` tokens, and of some more where slots abound."""
+def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
+    """Give every request `reserve` slots past its committed tokens, and some more where slots abound.
+
+    Args:
+        longest: the most tokens that a request needs slots for.
+    """
     pool, tree_cache = batch.req_to_token_pool, batch.tree_cache
     page_size = batch.token_to_kv_pool_allocator.page_size
-    allocated = [req.kv.kv_allocated_len for req in batch.reqs]
 
-    # Whole pages of a request's row.
-    most = pool.req_to_token.shape[1] // page_size * page_size
+    def with_ahead(ahead: int) -> tuple[list[int], list[int], int]:
+        return page_aligned_decode_alloc_lens(batch.reqs, reserve=reserve + ahead, page_size=page_size)
 
-    def with_ahead(ahead: int) -> tuple[list[int], int]:
-        wanted = (min(ceil_align(n + ahead, page_size), most) for n in needed)
-        lens = [max(pair) for pair in zip(allocated, wanted, strict=True)]
-        return lens, sum(lens) - sum(allocated)
-
-    lens, num_tokens = with_ahead(_AHEAD)
+    # No request may outgrow the whole pages of its row.
+    room = pool.req_to_token.shape[1] // page_size * page_size - longest
+    allocated, lens, num_tokens = with_ahead(min(_AHEAD, room))
     # A windowed pool gives slots back as its windows move on, and has none to lend.
     if tree_cache.supports_swa() or 4 * num_tokens > _num_free(batch):
-        lens, num_tokens = with_ahead(0)
+        allocated, lens, num_tokens = with_ahead(0)
     lens_cpu = torch.tensor([allocated, lens], dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device))
     lens_gpu = lens_cpu.to(batch.device, non_blocking=True)
     alloc_for_spec_decode(
@@ -135,20 +134,3 @@ def _allocate(batch: ScheduleBatch, needed: list[int]) -> None:
 def _num_free(batch: ScheduleBatch) -> int:
     """Slots that nobody uses; an allocation takes those of the radix cache after the others."""
     return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
-
-
-def evict_target_window(batch: ScheduleBatch) -> None:
-    """Give back the slots of tokens that have left the target's windows, as often per token as without speculation.
-
-    `ScheduleBatch.maybe_evict_swa` counts steps, and a step of ours commits up to a block of tokens.
-    """
-    batch.maybe_evict_swa()
-    if not batch.tree_cache.supports_swa():
-        return
-    window, interval = batch.tree_cache.sliding_window_size, swa_eviction_interval()
-    for req in batch.reqs:
-        # The bonus token has no KV yet. In the step after the prefill the prefill may still be running.
-        committed = req.seqlen - 1
-        evicted = max(req.kv.swa_evicted_seqlen, req.cache_protected_len)
-        if req.decode_batch_idx >= 1 and committed - window - evicted >= interval:
-            batch._evict_swa(req, committed)

@@ -90,13 +90,6 @@ HOOKS = [
         until="the worker may name the layers to capture",
     ),
     Hook(
-        target="sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
-        kind=HookType.AFTER,
-        function=memory.count_drafter_kv,
-        why="SGLang takes the drafter's KV for that of as many target layers, and beside a windowed target for none",
-        until="pool configurators ask the worker for its drafter's bytes per token",
-    ),
-    Hook(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         kind=HookType.AROUND,
         function=memory.req_to_token_headroom,

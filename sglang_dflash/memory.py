@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
+from sglang.srt.configs.model_config import is_deepseek_v4
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.memory_pool import KVCache
-from sglang.srt.model_executor.pool_configurator import (
-    DefaultPoolConfigurator,
-    HybridSWAPoolConfigurator,
-    MemoryPoolConfig,
-    SWAChunkCapPoolConfigurator,
-)
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.runtime_context import get_schedule, get_spec
 
-from sglang_dflash.arguments import is_dflash, load_drafter_config
+from sglang_dflash.arguments import load_drafter_config
 from sglang_dflash.config import ConfigError
-from sglang_dflash.drafter_runner import draft_kv_dtype
-
-# How SGLang sizes the pools of the targets that DFLASH can serve: a number of bytes per token, `_cell_size`.
-_DEFAULT = (DefaultPoolConfigurator,)
-_WINDOWED = (HybridSWAPoolConfigurator, SWAChunkCapPoolConfigurator)
+from sglang_dflash.drafter_runner import draft_model_config
 
 
 def resolve_target_capture(original, *, config, server_args, model_config, spec_algorithm, is_draft_worker) -> None:
     """AROUND `spec_aux_hidden_state._resolve_dflash_aux_hidden_state`.
 
-    Fills `config` (`SpecAuxHiddenStateConfig`) of the target's model runner with the layers to capture. It leaves
-    `dflash_draft_num_layers` out, so that SGLang does not guess the drafter's KV from its number of layers; see
-    :func:`count_drafter_kv`.
+    Fills `config` (`SpecAuxHiddenStateConfig`) of the target's model runner with the layers to capture, and with the
+    drafter whose KV SGLang makes room for in the target's memory budget (`draft_kv_budget`).
+
+    Raises:
+        ConfigError: SGLang sizes the target's pools without asking for a drafter's KV.
     """
     if not spec_algorithm.is_dflash():
         original(
@@ -44,39 +37,16 @@ def resolve_target_capture(original, *, config, server_args, model_config, spec_
         return
     if is_draft_worker:
         return
+    if is_deepseek_v4(model_config.hf_config):
+        raise ConfigError(
+            f"the target {model_config.model_path} keeps its KV in pools that DFLASH cannot share a memory budget with "
+            "(DSV4PoolConfigurator)."
+        )
     drafter = load_drafter_config(server_args)
     config.dflash_use_aux_hidden_state = True
     config.dflash_target_layer_ids = list(drafter.target_layer_ids)
-
-
-def count_drafter_kv(result, kvc):
-    """AFTER `pool_configurator.create_memory_pool_configurator`: the target's pool leaves room for the drafter's.
-
-    The drafter's pool has a slot for every token of the target's, in bytes of its own: with every token that SGLang
-    makes room for it makes room for :meth:`DFlashConfig.kv_bytes_per_token` more.
-
-    Args:
-        result: the configurator of the pool of `kvc`; changed in place.
-        kvc: `KVCacheConfigurator` of the target or the drafter, whose pool takes the target's size.
-
-    Raises:
-        ConfigError: SGLang sizes the target's pool in a way that is not known here.
-    """
-    if not kvc.spec_algorithm.is_dflash() or kvc.is_draft_worker:
-        return result
-    if type(result) not in _DEFAULT + _WINDOWED:
-        raise ConfigError(
-            f"the target {kvc.server_args.model_path} keeps its KV in pools that DFLASH cannot share a memory budget "
-            f"with ({type(result).__name__})."
-        )
-    drafter = load_drafter_config(kvc.server_args)
-    dtype = draft_kv_dtype(kvc.server_args, kvc.model_dtype)
-    num_bytes = drafter.kv_bytes_per_token(dtype.itemsize, get_parallel().attn_tp_size)
-    result._cell_size += num_bytes
-    if type(result) in _WINDOWED:
-        # `SWAChunkCapPoolConfigurator` reads no `_cell_size`; it counts the drafter in full layers of the target.
-        result._draft_full_layers_num = Fraction(num_bytes, result._full_per_token)
-    return result
+    config.draft_model_config = draft_model_config(server_args, model_config.context_len, model_config.dtype)
+    config.draft_kv_num_layers = config.dflash_draft_num_layers = len(drafter.layers)
 
 
 @dataclass(frozen=True)
@@ -146,15 +116,15 @@ def swa_eviction_interval() -> int:
     return max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
 
 
-def req_to_token_headroom(original, server_args) -> int:
+def req_to_token_headroom(original) -> int:
     """AROUND `allocation_sizing.get_req_to_token_extra_context_len`, in entries of a `req_to_token` row.
 
     A decode step reserves `get_alloc_reserve_per_decode` slots past the committed length, whatever the page size.
     """
-    extra = original(server_args)
-    if not is_dflash(server_args):
+    extra = original()
+    if get_spec().speculative_algorithm != "DFLASH":
         return extra
-    return max(extra, get_alloc_reserve_per_decode(server_args) + server_args.page_size)
+    return max(extra, get_alloc_reserve_per_decode() + get_schedule().page_size)
 
 
 def leave_room_for_blocks(result, scheduler, req) -> None:
@@ -166,5 +136,8 @@ def leave_room_for_blocks(result, scheduler, req) -> None:
     if not scheduler.spec_algorithm.is_dflash():
         return
     pool_size = scheduler.max_total_num_tokens // scheduler.page_size * scheduler.page_size
-    room = pool_size - get_alloc_reserve_per_decode(scheduler.server_args) - len(req.origin_input_ids)
-    req.sampling_params.max_new_tokens = min(req.sampling_params.max_new_tokens, max(room, 1))
+    room = max(pool_size - get_alloc_reserve_per_decode() - len(req.origin_input_ids), 1)
+    params = req.sampling_params
+    params.max_new_tokens = min(params.max_new_tokens, room)
+    # Else EOS would be suppressed to the end.
+    params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)

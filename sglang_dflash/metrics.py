@@ -6,8 +6,7 @@ from collections import Counter, deque
 from itertools import pairwise
 
 import torch
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from sglang_dflash import ops
 
@@ -44,7 +43,7 @@ class CycleMetrics:
         clock: to be marked at every point of a cycle.
     """
 
-    def __init__(self, server_args: ServerArgs, ps: ParallelState, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._blocks: Counter[int] = Counter()
         self._widths: Counter[int] = Counter()
@@ -52,7 +51,7 @@ class CycleMetrics:
         self._cycle = 0
         # Of the cycles that the scheduler has not seen the end of, in order.
         self._pending: deque[torch.Tensor | None] = deque()
-        self._prometheus = _Prometheus(server_args, ps) if _exports(server_args, ps) else None
+        self._prometheus = _Prometheus(block_size) if _exports() else None
         self.clock = CycleClock(device, is_on=self._prometheus is not None)
 
     def end_cycle(self) -> None:
@@ -101,20 +100,24 @@ def _over(counts: Counter[int], bound: int) -> int:
     return sum(count for n, count in counts.items() if n > bound)
 
 
-def _exports(server_args: ServerArgs, ps: ParallelState) -> bool:
+def _exports() -> bool:
     """As `SchedulerMetricsCollector` decides it."""
-    return server_args.enable_metrics and (ps.attn_tp_rank == 0 or server_args.enable_metrics_for_all_schedulers)
+    observability = get_observability()
+    return observability.enable_metrics and (
+        get_parallel().attn_tp_rank == 0 or observability.enable_metrics_for_all_schedulers
+    )
 
 
 class _Prometheus:
-    def __init__(self, server_args: ServerArgs, ps: ParallelState) -> None:
+    def __init__(self, block_size: int) -> None:
         # Imported here: SGLang first sets up the directory that its processes share.
         from prometheus_client import Counter
 
-        labels = {"model_name": server_args.served_model_name, "tp_rank": ps.tp_rank}
-        if ps.dp_rank is not None:
-            labels["dp_rank"] = ps.dp_rank
-        labels |= server_args.extra_metric_labels or {}
+        parallel = get_parallel()
+        labels = {"model_name": get_serving().served_model_name, "tp_rank": parallel.tp_rank}
+        if parallel.dp_rank is not None:
+            labels["dp_rank"] = parallel.dp_rank
+        labels |= get_observability().extra_metric_labels or {}
         blocks = Counter(
             "sglang_dflash:verified_blocks_total",
             "Verified blocks, by the number of tokens that each committed, its bonus token included.",
@@ -125,7 +128,6 @@ class _Prometheus:
             f"Seconds of every {_TIMED_EVERY}th decode cycle, by stage: {', '.join(STAGES)}.",
             [*labels, "stage"],
         )
-        block_size = server_args.speculative_num_draft_tokens
         self._blocks = {n: blocks.labels(**labels, accept_length=n) for n in range(1, block_size + 1)}
         self._seconds = {stage: seconds.labels(**labels, stage=stage) for stage in STAGES}
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.layers.layer_boundary import layer_stack
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -64,10 +67,11 @@ class DFlashDraftModel(nn.Module):
         # target, and reading all of it would take each rank longer than that sum.
         self.fc = RowParallelLinear(num_features, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix))
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
-            for i, mask in enumerate(self.dflash_config.layers)
-        )
+        with layer_stack():
+            self.layers = nn.ModuleList(
+                DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
+                for i, mask in enumerate(self.dflash_config.layers)
+            )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         draft_vocab_size = self.dflash_config.draft_vocab_size
         if draft_vocab_size is not None:
@@ -98,7 +102,8 @@ class DFlashDraftModel(nn.Module):
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
         """The input of every layer's k and v projections of the context: [T, F * H] in, [T, H] out."""
         shard_size = self.fc.input_size_per_partition
-        shard = features[:, self.fc.tp_rank * shard_size :][:, :shard_size]
+        rank, _ = get_group_rank_size(self.fc.tp_group)
+        shard = features[:, rank * shard_size :][:, :shard_size]
         return self.hidden_norm(self.fc(shard)[0])
 
     def get_attention_sliding_window_size(self) -> int | None:
@@ -119,10 +124,11 @@ class DFlashDraftModel(nn.Module):
         Returns:
             `hidden_states` [bs * B, H] after the final norm; row j of a block predicts its own token.
         """
-        hidden_states, residual = self.forward_embed(input_ids), None
+        hidden_states = self.forward_embed(input_ids)
+        residual_batch.start(forward_batch)
         for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, forward_batch, residual)
-        hidden_states, _ = self.norm(hidden_states, residual)
+            hidden_states = layer(positions, hidden_states, forward_batch)
+        hidden_states = residual_batch.final_norm(hidden_states, forward_batch, self.norm)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

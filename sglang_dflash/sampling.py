@@ -229,14 +229,15 @@ def sample_by_row(
     info: SamplingBatchInfo,
     positions: torch.Tensor,
     simple_sampling_case: bool,
-) -> torch.Tensor:
-    """AROUND `Sampler._sample_from_probs`: [T, V] probabilities in, [T] tokens out.
+) -> tuple[torch.Tensor, object]:
+    """AROUND `Sampler._sample_from_probs`: [T, V] probabilities in, [T] tokens and what is captured of them out.
 
     SGLang draws seeded tokens in the order of the vocabulary where no request of a batch has a filter, else in the
     order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
     """
-    tokens = original(sampler, probs, info, positions, simple_sampling_case)
+    tokens, capture = original(sampler, probs, info, positions, simple_sampling_case)
     if sampler not in _samplers or info.sampling_seed is None or simple_sampling_case:
-        return tokens
+        return tokens, capture
     is_unfiltered = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1.0)
-    return torch.where(is_unfiltered, original(sampler, probs, info, positions, True), tokens)
+    unfiltered, _ = original(sampler, probs, info, positions, True)
+    return torch.where(is_unfiltered, unfiltered, tokens), capture

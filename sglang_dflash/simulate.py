@@ -7,7 +7,7 @@ from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
     SIMULATE_ACC_TOKEN_MODE,
-    _sample_simulated_acc_len,
+    sample_simulated_acc_len,
 )
 
 from sglang_dflash.accept import Acceptance
@@ -40,7 +40,7 @@ class SimulatedAcceptance:
 
     def draw(self, block_size: int) -> None:
         """Choose the length of the next cycle."""
-        self._length.fill_(_sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))
+        self._length.fill_(sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))
 
     def __call__(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
         """What the cycle would have returned, had the target accepted the simulated length in every request.

@@ -81,11 +81,12 @@ def skip_widening(
     logits: torch.Tensor,
     logits_metadata: LogitsMetadata,
     use_buffer: bool = True,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """AROUND `LogitsProcessor._copy_logits_to_buffer`: [T, padded vocabulary] in, [T, vocabulary] out; shards as they
     are."""
     if processor not in _targets or not logits_metadata.forward_mode.is_target_verify():
-        return original(processor, logits, logits_metadata, use_buffer=use_buffer)
+        return original(processor, logits, logits_metadata, use_buffer=use_buffer, softcap=softcap)
     if processor in _in_shards:
         return logits
     return logits[:, : processor.vocab_size]

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from operator import mul
 
 import torch
-from sglang.srt.distributed import get_tp_group
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -22,7 +20,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -33,7 +33,7 @@ from sglang_dflash.block_plan import is_planned_from_bounds
 from sglang_dflash.config import ConfigError
 from sglang_dflash.cycle import DecodeCycle
 from sglang_dflash.draft_window import DraftWindow
-from sglang_dflash.drafter_runner import build_draft_worker
+from sglang_dflash.drafter_runner import DraftModelWorker
 from sglang_dflash.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
@@ -51,22 +51,22 @@ logger = logging.getLogger(__name__)
 class DFlashWorker(BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, with overlap scheduling and without."""
 
-    def __init__(
-        self, server_args: ServerArgs, gpu_id: int, ps: ParallelState, nccl_port: int, target_worker: TpModelWorker
-    ) -> None:
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._draft_worker = build_draft_worker(server_args, gpu_id, ps, nccl_port, target_worker)
+        self._draft_worker = DraftModelWorker(
+            server_args, gpu_id, nccl_port, target_worker.model_runner, target_worker.random_seed
+        )
         self.device = target_worker.device
-        self.block_size = server_args.speculative_num_draft_tokens
-        self._metrics = CycleMetrics(server_args, ps, self.block_size, self.device)
+        self.block_size = get_spec().speculative_num_draft_tokens
+        self._metrics = CycleMetrics(self.block_size, self.device)
 
         target_model = target_worker.model_runner.model
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         for model in (target_model, draft_model):
             few_rows.install(model, server_args)
-        if server_args.enable_return_hidden_states:
+        if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Equal on all tensor-parallel ranks, which run the same cycles.
         self._seeds = random.Random(target_worker.random_seed)
@@ -75,8 +75,11 @@ class DFlashWorker(BaseSpecWorker):
     # --- set-up, in the order in which the scheduler calls it -------------------------------------------------------
 
     @property
-    def draft_model_runner(self):
+    def draft_model_runner(self) -> ModelRunner:
         return self._draft_worker.model_runner
+
+    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        return [("draft", self.draft_model_runner)]
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -87,7 +90,7 @@ class DFlashWorker(BaseSpecWorker):
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
         target_runner = self.target_worker.model_runner
-        window_size = target_runner.server_args.speculative_draft_window_size
+        window_size = get_spec().speculative_draft_window_size
         window = None
         if window_size is not None:
             window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
@@ -97,7 +100,7 @@ class DFlashWorker(BaseSpecWorker):
         check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)
-        self._sampler = BlockSampler(target_runner, get_tp_group())
+        self._sampler = BlockSampler(target_runner, get_parallel().tp_group)
         self._cycle = DecodeCycle(self.draft_model_runner, target_runner.model, self.block_size, window)
 
     def init_attention_backends(self) -> None:
@@ -110,7 +113,7 @@ class DFlashWorker(BaseSpecWorker):
         whole = runner if isinstance(runner, CycleGraphRunner) else None
         if whole is None and isinstance(runner, DecodeCudaGraphRunner):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
-        is_adaptive = self.draft_model_runner.server_args.speculative_adaptive
+        is_adaptive = get_spec().speculative_adaptive
         if is_adaptive and whole is None and self.device != "cpu":
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
@@ -135,8 +138,8 @@ class DFlashWorker(BaseSpecWorker):
             "version": __version__,
             "worker": type(self).__name__,
             "block_size": self.block_size,
-            "draft_attention_backend": self.draft_model_runner.server_args.attention_backend,
-            "draft_window_size": self.draft_model_runner.server_args.speculative_draft_window_size,
+            "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
+            "draft_window_size": get_spec().speculative_draft_window_size,
             "kv_capacity_tokens": self._kv_memory.capacity,
             "kv_bytes_per_token": {
                 "target": self._kv_memory.target_bytes_per_token,
@@ -158,13 +161,6 @@ class DFlashWorker(BaseSpecWorker):
         if success:
             self._cycle.reload_weights()
         return success, message
-
-    def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
-        """The request names a checkpoint of the target, which has just been updated; the drafter keeps its own."""
-        return True, "The target's weights were updated; the DFlash drafter keeps its weights."
-
-    def update_weights_from_ipc(self, recv_req) -> tuple[bool, str]:
-        return self.update_weights_from_disk(recv_req)
 
     # --- the cycle --------------------------------------------------------------------------------------------------
 
@@ -288,7 +284,9 @@ class DFlashWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
         self._sampler.begin_prefill(batch)
-        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        result = self.target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
         self._sampler.end_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -299,7 +297,8 @@ class DFlashWorker(BaseSpecWorker):
                 for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
             ]
         ).to(self.device, non_blocking=True)
-        self._cycle.append_prompt(result.logits_output, positions, batch.out_cache_loc)
+        plan, result.kv_loc_plan = result.kv_loc_plan, None
+        self._cycle.append_prompt(result.logits_output, positions, plan)
         _, hidden_states = self._cycle.split_hidden_states(result.logits_output)
         result.logits_output.hidden_states = hidden_states if batch.return_hidden_states else None
         result.next_draft_input = DFlashDraftInput(
