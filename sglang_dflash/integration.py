@@ -149,9 +149,10 @@ HOOKS = [
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
         kind=HookType.AFTER,
-        function=sampling.processors_need_the_last_result,
-        why="a custom logit processor reads the request's output, which overlap scheduling has not yet seen",
-        until="custom logit processors get the output tokens handed to them",
+        function=sampling.needs_the_last_result,
+        why="a custom logit processor reads the request's output, and a grammar of a mixed batch has to be up to it; "
+        "overlap scheduling has not yet seen it",
+        until="custom logit processors get the output tokens handed to them, and mixed batches wait for grammars",
     ),
     Hook(
         target="sglang.srt.layers.sampler.Sampler._sample_from_probs",

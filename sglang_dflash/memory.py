@@ -54,7 +54,7 @@ class KVMemory:
     """What a token costs in the pools as they are allocated, for the log and `/server_info`.
 
     Attributes:
-        capacity: tokens that the target's full-attention layers have room for.
+        capacity: tokens that the target's full-attention layers have room for, before CUDA graphs take theirs.
         target_bytes_per_token, drafter_bytes_per_token: of one rank. A windowed target's include its share of the
             smaller pool of the sliding layers.
         drafter_dtype: of the drafter's keys and values.

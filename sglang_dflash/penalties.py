@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.common import is_pin_memory_available
 
@@ -33,27 +33,32 @@ class Penalties:
         # [request slots, V] int32, from the first penalised request on: few servers ever need it.
         self._counts: torch.Tensor | None = None
 
-    def begin(self, reqs: list[Req], slots: torch.Tensor, info: SamplingBatchInfo) -> None:
+    def begin(self, batch: ScheduleBatch) -> None:
         """Before a prefill, which draws a token of each request: count what they generated before a retraction.
 
-        Args:
-            slots: [bs], rows of the request pool.
-            info: of the batch; where needed, its penalties are made those of the whole output.
+        Requests that decode in a mixed batch, its last rows, have been counted already, and further than the scheduler
+        has seen. Where needed, the penalties of `batch.sampling_info` are made those of the whole output.
         """
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        self._counts[slots] = 0
-        if not any(req.output_ids for req in reqs):
+        num_decoding = len(batch.decoding_reqs or [])
+        num_prefills = len(batch.reqs) - num_decoding
+        slots, reqs = batch.req_pool_indices, batch.reqs[:num_prefills]
+        self._counts[slots[:num_prefills]] = 0
+        tokens = [token for req in reqs for token in req.output_ids]
+        if not tokens and not num_decoding:
             return
         of_request = [i for i, req in enumerate(reqs) for _ in req.output_ids]
-        tokens = [token for req in reqs for token in req.output_ids]
         self.count(slots[self._tensor(of_request)], self._tensor(tokens))
-        parameters = _Parameters.of(reqs, self._device)
+        parameters = _Parameters.of(batch.reqs, self._device)
         # SGLang's own begin at zero again.
+        info = batch.sampling_info
         info.acc_additive_penalties, info.acc_scaling_penalties = penalties_of(
             self._counts[slots], parameters.frequency, parameters.presence, parameters.repetition
         )
-        generated = self._tensor([len(req.output_ids) for req in reqs])
+        prompt_lens = self._tensor([len(req.origin_input_ids) for req in batch.reqs])
+        # What a request generated has been prefilled again, or is the last row of it.
+        generated = (batch.seq_lens - prompt_lens).clamp(min=0)
         parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int = 1) -> None:

@@ -81,7 +81,7 @@ class BlockSampler:
 
     def begin_prefill(self, batch: ScheduleBatch) -> None:
         if are_penalised(batch.sampling_info):
-            self._penalties.begin(batch.reqs, batch.req_pool_indices, batch.sampling_info)
+            self._penalties.begin(batch)
 
     def end_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """Take note of the first token, [bs], of each request; of one whose prompt goes on, `begin_prefill` forgets."""
@@ -211,15 +211,16 @@ def _apply_custom_logit_processors(rows: torch.Tensor, block_tokens: torch.Tenso
             del req.output_ids[output_len:]
 
 
-def processors_need_the_last_result(result: bool, scheduler, batch: ScheduleBatch | None, last_batch) -> bool:
-    """AFTER `Scheduler.is_disable_overlap_for_batch`: custom logit processors read the output so far."""
-    return result or (
-        batch is not None
-        and not batch.spec_algorithm.is_none()
-        and batch.forward_mode.is_decode()
-        and batch.sampling_info.has_custom_logit_processor
-        and len(scheduler.result_queue) > 0
-    )
+def needs_the_last_result(result: bool, scheduler, batch: ScheduleBatch | None, last_batch) -> bool:
+    """AFTER `Scheduler.is_disable_overlap_for_batch`.
+
+    Custom logit processors read the output so far. Grammars are brought up to it while a block is verified, but not for
+    a request that decodes in a batch of prefills, where its one row is drawn at once.
+    """
+    if result or batch is None or batch.spec_algorithm.is_none() or not scheduler.result_queue:
+        return result
+    mode, has_processor = batch.forward_mode, batch.sampling_info.has_custom_logit_processor
+    return (mode.is_decode() and has_processor) or (mode.is_mixed() and (has_processor or batch.has_grammar))
 
 
 def sample_by_row(

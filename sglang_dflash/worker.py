@@ -140,7 +140,8 @@ class DFlashWorker(BaseSpecWorker):
             "block_size": self.block_size,
             "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
             "draft_window_size": get_spec().speculative_draft_window_size,
-            "kv_capacity_tokens": self._kv_memory.capacity,
+            # Of now: SGLang may shrink the pools once CUDA graphs have taken their memory.
+            "kv_capacity_tokens": self.draft_model_runner.token_to_kv_pool.size,
             "kv_bytes_per_token": {
                 "target": self._kv_memory.target_bytes_per_token,
                 "drafter": self._kv_memory.drafter_bytes_per_token,
