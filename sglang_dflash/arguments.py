@@ -1,16 +1,19 @@
 """DFLASH's command line: what is refused, what is defaulted, and what SGLang's other parts are told.
 
-Takes the place of SGLang's `speculative_hook._handle_dflash`, which runs while `ServerArgs` are being resolved.
+`ServerArgs` keeps what the user said. What becomes of it is declared beside it while SGLang resolves its arguments
+(`declare_resolution`), and read through a view (`resolving_view`). Takes the place of SGLang's
+`speculative_hook._handle_dflash`, which runs in that resolution.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 
+import msgspec
 from huggingface_hub.errors import StrictDataclassError
-from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -33,50 +36,71 @@ DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native
 
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
-# Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults. SGLang derives the
-# flag from the field, with dashes.
+# Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults, whether the user sets
+# them or SGLang does for the model. SGLang derives the flag from the field, with dashes.
 UNSUPPORTED = (
     # How the work is spread: DFLASH knows tensor parallelism and independent replicas.
     "pp_size",
     "dcp_size",
     "attn_cp_size",
     "enable_prefill_cp",
+    "enable_cp_tp_group_sharing",
     "enable_dp_attention",
+    "attn_dp_size",
     "enable_attn_tp_input_scattered",
+    "enable_layernorm_sp",
     "enable_two_batch_overlap",
     "enable_pdmux",
+    "elastic_ep_backend",
     # KV that moves between servers or tiers, or is laid out differently: the drafter's context would not follow.
     "disaggregation_mode",
+    "enable_pd_role_switch",
     "enable_hierarchical_cache",
+    "enable_unified_cache_external_linker",
     "enable_lmcache",
     "enable_flexkv",
     "enable_hisparse",
     "enable_unified_memory",
     "enable_page_major_kv_layout",
+    # Weights that arrive when graphs have been captured, or on demand, and forwards that leave out what the cycle hooks
+    # into.
+    "startup_weight_load_mode",
+    "weight_cache_mode",
+    "enable_paged_experts",
+    "enable_amd_monokernel",
+    "enable_nvidia_megakernel",
     # What is served, and what is returned with it.
     "is_embedding",
     "encoder_only",
     "dllm_algorithm",
     "enable_lora",
     "lora_paths",
-    "torchao_config",
     "enable_strict_thinking",
+    "enable_watermark",
     "enable_return_routed_experts",
     "enable_return_indexer_topk",
-    # Speculation: options of other algorithms, which would be ignored.
+)
+# Options of other algorithms and of other drafters, which would be ignored: fields that the user must leave alone.
+IGNORED = (
     "speculative_adaptive_config",
     "speculative_token_map",
     "speculative_use_rejection_sampling",
     "speculative_accept_threshold_single",
     "speculative_accept_threshold_acc",
+    "speculative_draft_sink_size",
+    "speculative_domino_candidate_pool_size",
+    "speculative_dsa_topk_backend",
     "speculative_moe_runner_backend",
     "speculative_moe_a2a_backend",
-    "speculative_skip_dp_mlp_sync",
+    "speculative_enable_w4a4_mxfp4_megamoe",
     "enable_multi_layer_eagle",
     "decrypted_draft_config_file",
     "spec_trace_dir",
+    "uno_lora_path",
 )
-UNSUPPORTED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_spec_")
+IGNORED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_spec_")
+
+_SOURCE = "sglang_dflash"
 
 
 def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
@@ -89,16 +113,25 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     load_drafter_config(server_args)
     check_draft_window(server_args)
     check_adaptive(server_args)
+    cfg = resolving_view(server_args)
+    if cfg.speculative_use_block_verification:
+        declare_resolution(server_args, _SOURCE, speculative_use_block_verification=False)
+        logger.info(
+            "--speculative-use-block-verification changes nothing: DFLASH's drafts are greedy, and of those a block is "
+            "accepted as often token by token."
+        )
     # SGLang would switch it off with a warning: its own is for EAGLE.
-    is_adaptive, server_args.speculative_adaptive = server_args.speculative_adaptive, False
+    is_adaptive = cfg.speculative_adaptive
+    declare_resolution(server_args, _SOURCE, speculative_adaptive=False)
     original(server_args)
-    server_args.speculative_adaptive = is_adaptive
-    # What this property would compute from EAGLE's steps, and caches here.
-    vars(server_args)["max_speculative_num_draft_tokens"] = server_args.speculative_num_draft_tokens
+    declare_resolution(server_args, _SOURCE, speculative_adaptive=is_adaptive)
+    # What `overrides.max_speculative_num_draft_tokens` would compute from EAGLE's steps, and keeps here.
+    server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
 
 
 def is_dflash(server_args: ServerArgs) -> bool:
-    algorithm = server_args.speculative_algorithm
+    # Not what the user said: beside --enable-return-aux-hidden-states SGLang speculates nothing.
+    algorithm = resolving_view(server_args).speculative_algorithm
     return algorithm is not None and algorithm.upper() == "DFLASH"
 
 
@@ -110,50 +143,68 @@ def handle_dflash(server_args: ServerArgs) -> None:
     """
     # Also here, in case the hook around `handle_speculative_decoding` is the one that did not take.
     hooks.verify()
+    cfg = resolving_view(server_args)
     hf_config = read_drafter(server_args)
-    drafter = DFlashConfig.from_dict(hf_config.to_dict(), server_args.speculative_draft_model_path)
+    drafter = DFlashConfig.from_dict(hf_config.to_dict(), cfg.speculative_draft_model_path)
     drafter.check_target(target_facts(server_args))
-    drafter.check_tensor_parallel(server_args.tp_size)
+    drafter.check_tensor_parallel(cfg.tp_size)
     check_context_length(server_args, hf_config)
     check_dtypes(server_args)
     block_size = resolve_block_size(
-        drafter.block_size, server_args.speculative_dflash_block_size, server_args.speculative_num_draft_tokens
+        drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens
     )
     if block_size < drafter.block_size:
         logger.info("DFLASH serves blocks of %d; the drafter was trained with %d.", block_size, drafter.block_size)
-
-    server_args.speculative_num_draft_tokens = block_size
-    # EAGLE's shape parameters; SGLang's KV accounting reads them for every algorithm.
-    for flag in ("speculative_num_steps", "speculative_eagle_topk"):
-        if getattr(server_args, flag) not in (None, 1):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} {getattr(server_args, flag)}: DFLASH drafts one block in one step; leave "
-                "it out, and set --speculative-dflash-block-size instead."
-            )
-        setattr(server_args, flag, 1)
+    check_eagle_shape(server_args)
     choices = draft_attention_backends(server_args)
     backend = draft_attention_backend(server_args, choices)
     drafter.check_attention_backend(backend, block_size, choices)
-    server_args.speculative_draft_attention_backend = backend
-    if server_args.max_running_requests is None:
-        server_args.max_running_requests = 48
+    declare_resolution(
+        server_args,
+        _SOURCE,
+        speculative_num_draft_tokens=block_size,
+        # EAGLE's shape; SGLang's KV accounting reads it for every algorithm.
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_draft_attention_backend=backend,
+        speculative_draft_model_quantization=None,
+    )
+    if cfg.max_running_requests is None:
+        declare_resolution(server_args, _SOURCE, max_running_requests=48)
         logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")
-    if server_args.enable_mixed_chunk:
-        server_args.enable_mixed_chunk = False
+    if cfg.enable_mixed_chunk:
+        declare_resolution(server_args, _SOURCE, enable_mixed_chunk=False)
         logger.warning("--enable-mixed-chunk is off: DFLASH does not mix prefill and decode in one batch.")
 
 
 def refuse_unsupported(server_args: ServerArgs) -> None:
-    view = resolved_view(server_args)
-    for field in dataclasses.fields(ServerArgs):
-        if field.name not in UNSUPPORTED and not field.name.startswith(UNSUPPORTED_PREFIXES):
+    """Raise :class:`ConfigError` for the first field that DFLASH cannot honour: of those that the user has set, or that
+    SGLang has for them."""
+    cfg = resolving_view(server_args)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(server_args)}
+    refused = [name for name in defaults if name in UNSUPPORTED + IGNORED or name.startswith(IGNORED_PREFIXES)]
+    values = [(name, getattr(server_args, name)) for name in refused]
+    values += [(name, getattr(cfg, name)) for name in UNSUPPORTED]
+    for name, value in values:
+        # A switch may be None, False, "none" or an empty list where it is off; 0 is a value.
+        if value == defaults[name] or value is None or value is False or value in ("none", []):
             continue
-        value = getattr(view, field.name)
-        # A switch may be None, False or an empty list where it is off; 0 is a value.
-        if value == field.default or value is None or value is False or value == []:
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
+        )
+
+
+def check_eagle_shape(server_args: ServerArgs) -> None:
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        value = getattr(server_args, name)
+        if value not in (None, 1):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: DFLASH drafts one block in one step; leave it out, and set "
+                "--speculative-dflash-block-size instead."
+            )
 
 
 def check_draft_window(server_args: ServerArgs) -> None:
@@ -167,8 +218,9 @@ def check_draft_window(server_args: ServerArgs) -> None:
 
 def check_adaptive(server_args: ServerArgs) -> None:
     """Attention backends verify as many rows as they were built for, so each number of rows has graphs of its own."""
-    has_graphs = server_args.cuda_graph_config.decode.backend != Backend.DISABLED
-    if server_args.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
+    cfg = resolving_view(server_args)
+    has_graphs = cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    if cfg.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
         raise ConfigError(
             "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
             "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
@@ -177,50 +229,53 @@ def check_adaptive(server_args: ServerArgs) -> None:
 
 def check_dtypes(server_args: ServerArgs) -> None:
     """The drafter computes in the model's dtype; the KV of target and drafter may be in fp8."""
-    quantization = server_args.speculative_draft_model_quantization
-    if quantization is not None and quantization == server_args.quantization:
-        # Where the drafter's flag is left out, SGLang has put the target's in its place.
-        server_args.speculative_draft_model_quantization = None
-        logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", quantization)
-    elif quantization is not None:
+    cfg = resolving_view(server_args)
+    asked = server_args.speculative_draft_model_quantization
+    if asked not in (None, "unquant"):
         raise ConfigError(
-            f"--speculative-draft-model-quantization {quantization}: DFLASH needs an unquantised drafter; leave it out."
+            f"--speculative-draft-model-quantization {asked}: DFLASH needs an unquantised drafter; leave it out."
         )
-    kv_cache_dtype = resolved_view(server_args).kv_cache_dtype
-    if kv_cache_dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"--kv-cache-dtype {kv_cache_dtype}: DFLASH keeps the KV of target and drafter in one of "
-            f"{', '.join(KV_DTYPES)}."
-        )
+    if cfg.quantization is not None:
+        logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", cfg.quantization)
+    for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
+        dtype = getattr(cfg, name)
+        if dtype is not None and dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: DFLASH keeps the KV of target and drafter in one of "
+                f"{', '.join(KV_DTYPES)}."
+            )
+        if dtype == "fp8_e5m2" and device_type(server_args) == "cpu":
+            raise ConfigError(f"--{name.replace('_', '-')} fp8_e5m2: SGLang's CPU engine has no fp8 KV but fp8_e4m3.")
 
 
 def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> None:
     """SGLang refuses a drafter with a shorter context than the target's, without saying whose context it is."""
-    served = server_args.get_model_config().context_len
+    served = model_config_of(server_args).context_len
     trained = get_context_length(drafter)
     if served > trained and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
         raise ConfigError(
-            f"max_position_embeddings={trained} of drafter {server_args.speculative_draft_model_path} does not reach "
+            f"max_position_embeddings={trained} of drafter {drafter._name_or_path} does not reach "
             f"the target's context of {served} tokens; set --context-length {trained}."
         )
 
 
 def device_type(server_args: ServerArgs) -> str:
-    return server_args.device.split(":")[0]
+    return resolving_view(server_args).device.split(":")[0]
 
 
 def draft_attention_backends(server_args: ServerArgs) -> tuple[str, ...]:
     """The attention backends that the device has for a drafter."""
     device = device_type(server_args)
     if device not in DRAFT_BACKENDS:
-        raise ConfigError(f"--device {server_args.device}: DFLASH runs on {' and '.join(DRAFT_BACKENDS)}.")
+        raise ConfigError(f"--device {device}: DFLASH runs on {' and '.join(DRAFT_BACKENDS)}.")
     return DRAFT_BACKENDS[device]
 
 
 def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -> str:
     """The drafter's attention backend: its own flag, else the target's decode backend."""
-    asked = server_args.speculative_draft_attention_backend
-    _, target_backend = attention_backends_of(resolved_view(server_args))
+    cfg = resolving_view(server_args)
+    asked = cfg.speculative_draft_attention_backend
+    _, target_backend = attention_backends_of(cfg)
     backend = asked or target_backend
     if backend not in choices:
         flag = "--speculative-draft-attention-backend" if asked else "--attention-backend"
@@ -228,28 +283,31 @@ def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -
             f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {device_type(server_args)}; "
             "choose one with --speculative-draft-attention-backend."
         )
-    if backend == "fa3" and resolved_view(server_args).kv_cache_dtype == "fp8_e5m2":
+    own_dtype = cfg.speculative_draft_kv_cache_dtype
+    if backend == "fa3" and (own_dtype or cfg.kv_cache_dtype) == "fp8_e5m2":
         # SGLang moves a target to another backend, and leaves the drafter's where the flag puts it.
         able = " or ".join(choice for choice in choices if choice != "fa3")
+        flag = "--speculative-draft-kv-cache-dtype" if own_dtype else "--kv-cache-dtype"
         raise ConfigError(
-            "--kv-cache-dtype fp8_e5m2: FA3 reads no fp8 KV but fp8_e4m3, and the drafter's has the same dtype; set "
-            f"--speculative-draft-attention-backend {able}."
+            f"{flag} fp8_e5m2: FA3 reads no fp8 KV but fp8_e4m3, and the drafter's KV would be in it; set "
+            f"--speculative-draft-attention-backend {able}, or another --speculative-draft-kv-cache-dtype."
         )
     return backend
 
 
 def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
     """The drafter's `config.json`, with `--json-model-override-args` applied as SGLang does."""
-    path = server_args.speculative_draft_model_path
+    cfg = resolving_view(server_args)
+    path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
     check_checkpoint_path(path)
     try:
-        raw, _ = PretrainedConfig.get_config_dict(path, revision=server_args.speculative_draft_model_revision)
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
         formats.refuse_others(raw, path)
         return get_config(
             path,
-            trust_remote_code=server_args.trust_remote_code,
-            revision=server_args.speculative_draft_model_revision,
-            model_override_args=json.loads(server_args.json_model_override_args),
+            trust_remote_code=cfg.trust_remote_code,
+            revision=revision,
+            model_override_args=json.loads(cfg.json_model_override_args),
         )
     except ConfigError:
         raise
@@ -260,14 +318,15 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
 
 
 def load_drafter_config(server_args: ServerArgs) -> DFlashConfig:
-    return DFlashConfig.from_dict(read_drafter(server_args).to_dict(), server_args.speculative_draft_model_path)
+    path = resolving_view(server_args).speculative_draft_model_path
+    return DFlashConfig.from_dict(read_drafter(server_args).to_dict(), path)
 
 
 def target_facts(server_args: ServerArgs) -> TargetFacts:
-    model_config = server_args.get_model_config()
+    model_config = model_config_of(server_args)
     text_config = model_config.hf_text_config
     return TargetFacts(
-        path=server_args.model_path,
+        path=resolving_view(server_args).model_path,
         architecture=model_config.hf_config.architectures[0],
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.arg_groups.model_override_base import ResolvedView, resolved_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
@@ -23,8 +24,16 @@ DEVICE_ARGS = {"device": "cpu", "attention_backend": "torch_native", "dtype": "f
 DFLASH_ARGS = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
 
 
-def resolve(**changes) -> ServerArgs:
-    return ServerArgs(**{"model_path": str(TARGET_DIR)} | DEVICE_ARGS | DFLASH_ARGS | changes)
+def asked(**changes) -> ServerArgs:
+    """What a user says, and all that SGLang makes of it."""
+    args = ServerArgs(**{"model_path": str(TARGET_DIR)} | DEVICE_ARGS | DFLASH_ARGS | changes)
+    args.resolve_once()
+    return args
+
+
+def resolve(**changes) -> ResolvedView:
+    """What a server goes by: every field of `ServerArgs`, as resolved."""
+    return resolved_view(asked(**changes))
 
 
 def refusal(**changes) -> str:

@@ -3,21 +3,26 @@ honour are accepted, and what it changes is logged."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from types import SimpleNamespace
 
+import msgspec
 import pytest
-from resolving import DEVICE_ARGS, ON_CPU, drafter_with, refusal, resolve
+from resolving import DEVICE_ARGS, ON_CPU, asked, drafter_with, refusal, resolve
+from sglang.srt.arg_groups.fields.spec import Spec
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.arg_groups.overrides import declare_resolution, max_speculative_num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.arguments import (
     DRAFT_BACKENDS,
+    IGNORED,
+    IGNORED_PREFIXES,
     UNSUPPORTED,
-    UNSUPPORTED_PREFIXES,
     check_adaptive,
     draft_attention_backend,
+    is_dflash,
 )
 from sglang_dflash.config import ConfigError
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -70,18 +75,25 @@ UNSUPPORTED_VALUES = {
     "pp_size": 2,
     "dcp_size": 2,
     "attn_cp_size": 2,
+    "attn_dp_size": 2,
+    "elastic_ep_backend": "mooncake",
     "disaggregation_mode": "decode",
+    "startup_weight_load_mode": "overlap",
+    "weight_cache_mode": "client",
     "lora_paths": ["adapter"],
     "dllm_algorithm": "LowConfidence",
-    "torchao_config": "int8wo",
     "speculative_adaptive_config": "adaptive.json",
     "speculative_token_map": "map.pt",
     "speculative_accept_threshold_single": 0.0,
     "speculative_accept_threshold_acc": 0.5,
+    "speculative_draft_sink_size": 4,
+    "speculative_domino_candidate_pool_size": 0,
+    "speculative_dsa_topk_backend": "torch",
     "speculative_moe_runner_backend": "triton",
     "speculative_moe_a2a_backend": "deepep",
     "decrypted_draft_config_file": "config.json",
     "spec_trace_dir": "traces",
+    "uno_lora_path": "adapter",
     "speculative_ngram_capacity": 5,
     "speculative_dspark_block_size": 4,
     "decoupled_spec_role": "verifier",
@@ -90,19 +102,48 @@ UNSUPPORTED_VALUES = {
 COMPANIONS = {
     "dcp_size": {"tp_size": 2},
     "attn_cp_size": {"tp_size": 2},
+    "attn_dp_size": {"tp_size": 2},
     "enable_prefill_cp": {"cp_strategy": "zigzag"},
     "enable_dp_attention": {"tp_size": 2, "dp_size": 2},
 }
 
 
 def test_unsupported_fields_exist():
-    fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    assert set(UNSUPPORTED) <= fields
-    for prefix in UNSUPPORTED_PREFIXES:
+    fields = {field.name for field in msgspec.structs.fields(ServerArgs)}
+    assert {*UNSUPPORTED, *IGNORED} <= fields
+    for prefix in IGNORED_PREFIXES:
         assert any(field.startswith(prefix) for field in fields)
 
 
-@pytest.mark.parametrize("field", [*UNSUPPORTED, *sorted(set(UNSUPPORTED_VALUES) - set(UNSUPPORTED))])
+def test_every_field_of_speculation_is_decided_on():
+    served = {
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "speculative_draft_model_revision",
+        "speculative_draft_load_format",
+        "speculative_draft_model_quantization",
+        "speculative_draft_kv_cache_dtype",
+        "speculative_draft_attention_backend",
+        "speculative_draft_window_size",
+        "speculative_attention_mode",
+        "speculative_dflash_block_size",
+        "speculative_num_draft_tokens",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        "speculative_adaptive",
+        "speculative_use_block_verification",
+    }
+    # Without a flag: SGLang sets them.
+    internal = {"speculative_boundary_reduction", "_speculative_draft_quantization_explicitly_set"}
+    fields = {field.name for field in msgspec.structs.fields(Spec)}
+    refused = {name for name in fields if name in IGNORED or name.startswith(IGNORED_PREFIXES)}
+    assert not served & refused
+    assert fields == served | internal | refused
+    speculative = {field.name for field in msgspec.structs.fields(ServerArgs) if "speculative" in field.name}
+    assert speculative <= fields
+
+
+@pytest.mark.parametrize("field", [*UNSUPPORTED, *IGNORED, *sorted(set(UNSUPPORTED_VALUES) - {*UNSUPPORTED, *IGNORED})])
 def test_unsupported_flag(field):
     value = UNSUPPORTED_VALUES.get(field, True)
     message = refusal(**{field: value} | COMPANIONS.get(field, {}))
@@ -140,30 +181,43 @@ def test_drafter_flags(flags, named):
 
 @pytest.mark.parametrize("flags", [{}, {"speculative_draft_model_quantization": "unquant"}])
 def test_unquantised_drafter_of_a_quantised_target(flags):
-    server_args = resolve(quantization="fp8", **flags)
+    server_args = asked(quantization="fp8", **flags)
 
     assert ModelConfig.from_server_args(server_args).quantization == "fp8"
     assert ModelConfig.from_server_args(server_args, str(DRAFTER_DIR), is_draft_model=True).quantization is None
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_kv_dtype(kv_cache_dtype):
-    assert resolve(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype == kv_cache_dtype
+KV_DTYPE_FLAGS = ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"]
 
 
-def test_kv_dtype_that_the_drafters_backend_cannot_read():
-    cuda = SimpleNamespace(
-        device="cuda",
-        attention_backend="flashinfer",
-        decode_attention_backend=None,
-        prefill_attention_backend=None,
-        speculative_draft_attention_backend="fa3",
-        kv_cache_dtype="fp8_e4m3",
-    )
-    assert draft_attention_backend(cuda, DRAFT_BACKENDS["cuda"]) == "fa3"
-    cuda.kv_cache_dtype = "fp8_e5m2"
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e5m2.*backend flashinfer or triton"):
-        draft_attention_backend(cuda, DRAFT_BACKENDS["cuda"])
+@pytest.mark.parametrize("flag", KV_DTYPE_FLAGS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+def test_kv_dtype(flag, dtype):
+    assert getattr(resolve(**{flag: dtype}), flag) == dtype
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU has it")
+@pytest.mark.parametrize("flag", KV_DTYPE_FLAGS)
+def test_kv_dtype_that_the_cpu_does_not_have(flag):
+    assert refusal(**{flag: "fp8_e5m2"}).startswith(f"--{flag.replace('_', '-')} fp8_e5m2:")
+
+
+@pytest.mark.parametrize("flag", KV_DTYPE_FLAGS)
+def test_kv_dtype_that_the_drafters_backend_cannot_read(flag):
+    """On a machine without a GPU, the device changes once everything else is resolved."""
+    args = asked()
+    declare_resolution(args, "test", device="cuda", speculative_draft_attention_backend="fa3", **{flag: "fp8_e4m3"})
+    assert draft_attention_backend(args, DRAFT_BACKENDS["cuda"]) == "fa3"
+    declare_resolution(args, "test", **{flag: "fp8_e5m2"})
+    with pytest.raises(ConfigError, match=rf"--{flag.replace('_', '-')} fp8_e5m2.*backend flashinfer or triton"):
+        draft_attention_backend(args, DRAFT_BACKENDS["cuda"])
+
+
+def test_drafters_own_kv_dtype_counts():
+    args = asked()
+    own = {"kv_cache_dtype": "fp8_e5m2", "speculative_draft_kv_cache_dtype": "bf16"}
+    declare_resolution(args, "test", device="cuda", speculative_draft_attention_backend="fa3", **own)
+    assert draft_attention_backend(args, DRAFT_BACKENDS["cuda"]) == "fa3"
 
 
 @pytest.mark.parametrize("window", [0, -5])
@@ -173,14 +227,35 @@ def test_draft_window_size(window):
     )
 
 
+def test_adaptive_is_kept():
+    """SGLang sizes its buffers by the drafter's block, not by the steps of EAGLE's adaptive speculation."""
+    args = asked(speculative_adaptive=True)
+    assert resolved_view(args).speculative_adaptive is True
+    assert max_speculative_num_draft_tokens(args) == 16
+
+
 def test_adaptive_needs_graphs():
     """A CPU needs none, so on a machine without a GPU the device changes once everything else is resolved."""
-    args = resolve(**{"disable_cuda_graph": True} | DEVICE_ARGS)
-    args.override("test", device="cuda")
+    args = asked(**{"disable_cuda_graph": True} | DEVICE_ARGS)
+    declare_resolution(args, "test", device="cuda")
     check_adaptive(args)
-    args.override("test", speculative_adaptive=True)
+    declare_resolution(args, "test", speculative_adaptive=True)
     with pytest.raises(ConfigError, match=r"^--speculative-adaptive.* leave out --disable-cuda-graph"):
         check_adaptive(args)
+
+
+def test_block_verification_changes_nothing_and_says_so(caplog):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.arguments"):
+        resolve(speculative_use_block_verification=True)
+    assert any(
+        record.getMessage().startswith("--speculative-use-block-verification changes nothing")
+        for record in caplog.records
+    )
+
+
+def test_server_that_would_not_check_requests():
+    with envs.SGLANG_RUST_SERVER.override(True):
+        assert refusal().startswith("SGLANG_RUST_SERVER=1 is not supported")
 
 
 @pytest.mark.skipif(not ON_CPU, reason="names what the CPU offers")
@@ -222,4 +297,12 @@ def test_mixed_chunk_is_switched_off_and_logged(caplog):
 
 def test_other_servers_are_left_alone():
     args = ServerArgs(model_path=str(TARGET_DIR), **DEVICE_ARGS, enable_return_routed_experts=True)
-    assert args.speculative_algorithm is None and args.speculative_num_draft_tokens is None
+    args.resolve_once()
+    assert not is_dflash(args) and resolved_view(args).speculative_num_draft_tokens is None
+
+
+def test_capture_without_a_drafter_is_left_alone():
+    """There DFLASH names a convention, and SGLang takes the algorithm back."""
+    capture = {"enable_return_aux_hidden_states": True, "return_aux_hidden_state_layer_ids": [1]}
+    args = asked(speculative_draft_model_path=None, enable_return_routed_experts=True, **capture)
+    assert not is_dflash(args) and resolved_view(args).aux_hidden_state_capture == "dflash"
