@@ -14,7 +14,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.runtime_context import get_exec
 from torch import nn
 
 from sglang_dflash import ops
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 32
 # The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
-# What activates its gate_up_proj with SiluAndMul, and does nothing else to it.
+# What activates its gate_up_proj with SiluAndMul and, on an H100, does nothing else to it; on Blackwell SGLang has
+# kernels of its own for both together.
 _GATED_MLPS = (LlamaMLP, Qwen2MLP)
 
 
@@ -58,10 +59,14 @@ class PassActivated(nn.Module):
         return x if x.shape[-1] == self._num_columns else self._act_fn(x)
 
 
-def install(model: nn.Module, server_args: ServerArgs) -> None:
-    """Give every layer of a loaded model that gains by it the kernel for few rows."""
-    if server_args.enable_deterministic_inference or server_args.rl_on_policy_target is not None:
+def install(model: nn.Module) -> None:
+    """Give every layer of a loaded model that gains by it the kernel for few rows, unless `--bf16-gemm-backend` asks for
+    another."""
+    deterministic = get_exec().deterministic
+    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         # There a row is summed in the same order whatever the batch.
+        return
+    if get_exec().kernel.bf16_gemm_backend != "auto":
         return
     gated = {id(module.gate_up_proj): module for module in model.modules() if type(module) in _GATED_MLPS}
     num_layers = 0

@@ -65,7 +65,7 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         for model in (target_model, draft_model):
-            few_rows.install(model, server_args)
+            few_rows.install(model)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Equal on all tensor-parallel ranks, which run the same cycles.
