@@ -43,6 +43,12 @@ class _BackendPlan:
     def capture(self, batch: ForwardBatch) -> None:
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
+    def _lay_out(self, batch: ForwardBatch) -> None:
+        # Anew: a batch's `KVLocPlan` keeps the slots that it has translated for sliding layers, and `out_cache_loc` has
+        # others in every cycle.
+        self._backend.kv_index_translator.bind_runner_slots(batch)
+        self._backend.init_forward_metadata_out_graph(batch)
+
 
 class RecordedPlan(_BackendPlan):
     """A backend that lays out blocks on the GPU alone: FA3 and Triton."""
@@ -50,7 +56,7 @@ class RecordedPlan(_BackendPlan):
     needs_host_lens = False
 
     def record(self, batch: ForwardBatch) -> None:
-        self._backend.init_forward_metadata_out_graph(batch)
+        self._lay_out(batch)
 
     def before_replay(self, batch: ForwardBatch) -> None:
         pass
@@ -65,7 +71,7 @@ class ReplayPlan(_BackendPlan):
         pass
 
     def before_replay(self, batch: ForwardBatch) -> None:
-        self._backend.init_forward_metadata_out_graph(batch)
+        self._lay_out(batch)
 
 
 def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
@@ -74,10 +80,7 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    if isinstance(backend, FlashAttentionBackend):
-        return RecordedPlan(backend)
-    # Its window into a pool of its own is translated up to a length that the host reads.
-    if isinstance(backend, TritonAttnBackend) and not backend.use_sliding_window_kv_pool:
+    if isinstance(backend, (FlashAttentionBackend, TritonAttnBackend)):
         return RecordedPlan(backend)
     if is_flashinfer_available():
         from sglang_dflash.flashinfer_plan import FlashInferPlan

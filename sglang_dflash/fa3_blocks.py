@@ -47,11 +47,11 @@ def attend(
     """AROUND `FlashAttentionBackend.forward_extend`: q [T, heads * head_dim], k and v [T, KV heads, head_dim]."""
     if _schedules is None or not _is_plain(backend, q, layer, forward_batch, options):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
-    metadata, pool, page_size = backend.forward_metadata, backend.token_to_kv_pool, backend.page_size
+    metadata = backend.forward_metadata
     if save_kv_cache and k is not None:
-        slots = KVWriteLoc(forward_batch.out_cache_loc, metadata.swa_out_cache_loc)
-        pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
-    k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
+        slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.swa_out_cache_loc)
+        backend.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+    k_cache, v_cache = backend.get_paged_mha_kv_cache(layer)
     causal = layer.attn_type == AttentionType.DECODER
     window, page_table = (-1, -1), metadata.page_table
     if _is_sliding(layer):
@@ -60,8 +60,8 @@ def attend(
             page_table = metadata.swa_page_table
     return backend.flash_attn_with_kvcache(
         q=q.view(-1, layer.tp_q_head_num, layer.head_dim),
-        k_cache=k_cache.view(-1, page_size, layer.tp_k_head_num, layer.head_dim),
-        v_cache=v_cache.view(-1, page_size, layer.tp_v_head_num, layer.v_head_dim),
+        k_cache=k_cache,
+        v_cache=v_cache,
         page_table=page_table,
         cache_seqlens=metadata.cache_seqlens_int32,
         cu_seqlens_q=metadata.cu_seqlens_q,
@@ -109,13 +109,13 @@ def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: Fo
     """Whether this is attention of blocks over KV in the model's dtype, with nothing that `attend` does not know."""
     return (
         forward_batch.forward_mode.is_target_verify()
-        and all(option is None for option in options.values())
+        and all(option is None or option is False for option in options.values())
         and backend.fa_impl_ver == 3
         and backend.kv_cache_dtype == q.dtype
         # SGLang hands scales to FA3 wherever the KV's dtype was named, be it the model's.
         and (backend.kv_cache_dtype_str == "auto" or layer.k_scale is None)
         and not backend.use_mla
-        and not backend.has_local_attention
+        and backend.local_attn_builder is None
         and not backend.fa_skip_kv_cache
         and not backend._disable_scheduler_metadata_precompute
         and not layer.is_cross_attention

@@ -60,7 +60,7 @@ class PassActivated(nn.Module):
 
 
 def install(model: nn.Module) -> None:
-    """Give every layer of a loaded model that gains by it the kernel for few rows, unless `--bf16-gemm-backend` asks for
+    """Give every layer of a loaded model that gains by it the kernel for few rows; `--bf16-gemm-backend` may ask for
     another."""
     deterministic = get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:

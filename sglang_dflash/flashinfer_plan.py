@@ -5,8 +5,9 @@ thread blocks, and copies that to the GPU. The GPU knows the lengths, and can do
 before. The split must be FlashInfer's own to the last entry, as its kernel derives part of it again, so both are
 compared when the graph is captured.
 
-For a CUDA graph FlashInfer also expects the batch's rows to belong to any of its requests. All blocks have the same
-number of rows, so the tiles of the captured kernel need to be no larger than a block, and every row is one.
+For a CUDA graph FlashInfer also expects the batch's rows to belong to any of its requests, unless it is told that all
+have the same number (`uniform_q_len`), for which SGLang has no option. All blocks do, so that the tiles of the captured
+kernel need be no larger than a block, and every row belongs to one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ from functools import partial
 import flashinfer
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.flashinfer_backend import (
-    FlashInferAttnBackend,
-    WrapperDispatch,
-    fast_prefill_plan,
-)
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
@@ -47,9 +44,6 @@ _PLAN_INFO = (
 )
 # `PrefillPlanImpl`, in the same file, plans for so many thread blocks on each multiprocessor.
 _BLOCKS_PER_SM = 2
-# Query rows of a thread block, each with as many rows as query heads share a KV head: `FA2DetermineCtaTileQ` in
-# flashinfer/utils.cuh, for heads of less than 512.
-_TILES = (16, 64, 128)
 _INT32_BYTES = 4
 
 
@@ -73,7 +67,10 @@ class FlashInferPlan:
 
     def __init__(self, backend: FlashInferAttnBackend, block_size: int) -> None:
         updater = backend.indices_updater_prefill
+        # Others are of `--enable-unified-memory`, which is refused: `req_to_token` has the slots themselves.
+        assert not backend.kv_index_translator.is_translating
         self._backend, self._updater, self._block_size = backend, updater, block_size
+        self._req_to_token = backend.req_to_token_pool.req_to_token
         self._windows, self._slot_maps = [None], [None]
         if backend.dispatch_reason == WrapperDispatch.SLIDING_WINDOW:
             swa_pool = backend._swa_kv_pool
@@ -100,11 +97,10 @@ class FlashInferPlan:
         for i, (window, slot_map) in enumerate(zip(self._windows, self._slot_maps, strict=True)):
             if not is_capturing:
                 self._check(i, bs)
-                self._fit_tiles(i, bs)
                 _leave_output_unfilled(backend.prefill_cuda_graph_metadata[bs][i])
             self._split(i, batch.seq_lens)
             ops.index_kv(
-                self._updater.req_to_token,
+                self._req_to_token,
                 batch.req_pool_indices,
                 batch.seq_lens,
                 window,
@@ -119,17 +115,6 @@ class FlashInferPlan:
 
     def before_replay(self, batch: ForwardBatch) -> None:
         pass
-
-    def _fit_tiles(self, i: int, bs: int) -> None:
-        """Give wrapper `i` the tiles that FlashInfer chooses for blocks where there is no graph, and no more thread
-        blocks than they take. What is smaller than planned fits into the workspace that was planned."""
-        updater = self._updater
-        wrapper = self._backend.prefill_cuda_graph_metadata[bs][i]
-        info = dict(zip(_PLAN_INFO, wrapper._plan_info, strict=True))
-        rows = self._block_size * (updater.num_qo_heads // updater.num_kv_heads)
-        info["cta_tile_q"] = min(info["cta_tile_q"], next((tile for tile in _TILES if rows <= tile), _TILES[-1]))
-        info["padded_batch_size"] = max(self._max_entries, bs * -(-rows // info["cta_tile_q"]))
-        wrapper._plan_info = list(info.values())
 
     def _split(self, i: int, seq_lens: torch.Tensor) -> KVSplit:
         """Plan wrapper `i` for contexts of `seq_lens`, [bs] int64."""
@@ -165,7 +150,7 @@ class FlashInferPlan:
 
     def _check(self, i: int, bs: int) -> None:
         """Raise :class:`ConfigError` unless FlashInfer, asked for contexts of many lengths, plans as `_split` does."""
-        longest = self._updater.req_to_token.shape[1] - self._block_size
+        longest = self._req_to_token.shape[1] - self._block_size
         seq_lens = [1 + 7919 * request % longest for request in range(bs)]
         self._plan_on_host(i, seq_lens)
         workspace = self._backend.prefill_cuda_graph_metadata[bs][i]._int_workspace_buffer
@@ -176,35 +161,36 @@ class FlashInferPlan:
             raise ConfigError(
                 f"FlashInfer {flashinfer.__version__} splits the KV of {bs} blocks otherwise than sglang-dflash, in "
                 f"chunks that are not of {int(split.kv_chunk_size)}: choose another --attention-backend and "
-                "--speculative-draft-attention-backend, or a FlashInfer that SGLang 0.5.17 asks for."
+                "--speculative-draft-attention-backend, or the FlashInfer that SGLang asks for."
             )
 
     def _plan_on_host(self, i: int, seq_lens: list[int]) -> None:
-        """As `FlashInferIndicesUpdaterPrefill.call_begin_forward` plans, but for lengths that the host knows."""
-        backend, updater, block_size, window = self._backend, self._updater, self._block_size, self._windows[i]
+        """Plan wrapper `i` as its `plan` does, which SGLang has called for the same blocks without a context, but for
+        contexts of `seq_lens` and tiles of one block's rows."""
+        updater, block_size, window = self._updater, self._block_size, self._windows[i]
         bs = len(seq_lens)
+        wrapper = self._backend.prefill_cuda_graph_metadata[bs][i]
         contexts = seq_lens if window is None else [min(seq_len, window) for seq_len in seq_lens]
         kv_lens = torch.tensor(contexts, dtype=torch.int32) + block_size
-        kv_indptr = torch.zeros(bs + 1, dtype=torch.int32)
-        torch.cumsum(kv_lens, dim=0, out=kv_indptr[1:])
-        fast_prefill_plan(
-            backend.prefill_cuda_graph_metadata[bs][i],
-            # These are the wrapper's own buffers; the graph fills them.
-            backend.cuda_graph_qo_indptr[i][: bs + 1],
-            backend.kv_indptr[i][: bs + 1],
-            backend.cuda_graph_kv_indices[i][:0],
-            backend.kv_last_page_len[:bs],
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+            torch.arange(0, (bs + 1) * block_size, block_size, dtype=torch.int32),
+            torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            kv_lens,
+            bs * block_size,
+            bs,
             updater.num_qo_heads,
             updater.num_kv_heads,
-            updater.head_dim,
-            1,
-            window_left=-1 if window is None else window,
-            q_data_type=updater.q_data_type,
-            kv_data_type=updater.data_type,
-            o_data_type=updater.q_data_type,
-            qo_indptr_host=torch.arange(0, (bs + 1) * block_size, block_size, dtype=torch.int32),
-            kv_indptr_host=kv_indptr,
-            kv_lens_host=kv_lens,
-            max_q_len=block_size,
-            max_kv_len=int(kv_lens.max()),
+            1,  # page_size
+            True,  # enable_cuda_graph
+            updater.head_dim,  # of queries and keys
+            updater.head_dim,  # of values
+            False,  # causal
+            -1 if window is None else window,
+            -1,  # fixed_split_size
+            False,  # disable_split_kv
+            0,  # num_colocated_ctas
+            block_size,  # uniform_q_len
         )

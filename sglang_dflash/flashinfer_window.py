@@ -1,6 +1,6 @@
 """Exact sliding windows for blocks under FlashInfer, the target's and the drafter's.
 
-SGLang 0.5.17 plans a verified block's sliding layers without a window: it leaves out the keys that no row of the block
+SGLang plans a verified block's sliding layers without a window: it leaves out the keys that no row of the block
 may see, but FlashInfer's kernel then has no mask for those that only its first rows may see, and row j attends to up to
 j keys too many (`FlashInferIndicesUpdaterPrefill.update_sliding_window`). Planned with the window, as SGLang does for
 prompts, the kernel masks every row by its own position. That limits a row to its left; to its right it sees what

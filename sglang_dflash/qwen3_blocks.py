@@ -53,7 +53,8 @@ def _obstacle(attention, pool, dtype: torch.dtype) -> str | None:
     rotary = attention.rotary_emb
     if (
         # Others turn by something else than one position's row of `cos_sin_cache`.
-        (type(rotary).forward_cuda, type(rotary).forward_native)
+        not isinstance(rotary, RotaryEmbedding)
+        or (type(rotary).forward_cuda, type(rotary).forward_native)
         != (RotaryEmbedding.forward_cuda, RotaryEmbedding.forward_native)
         or not rotary.is_neox_style
         or rotary.rotary_dim != attention.head_dim
