@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.arguments import is_dflash
 
-# Every field of `SamplingParams` is in one of these three groups. These are acted on by SGLang's scheduler and
+# Every field of `SamplingParams` is in one of these four groups. These are acted on by SGLang's scheduler and
 # detokenizer, whoever decodes:
 BY_SGLANG = (
     "max_new_tokens",
@@ -47,18 +47,21 @@ BY_SAMPLER = (
     "json_schema",
     "regex",
     "ebnf",
+    "ebnf_full_assistant",
     "structural_tag",
 )
+# These ask for another way to decode:
+REFUSED_PARAMS = ("beam_width", "watermark")
 # These are no request's to set:
 INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 # Fields of a request that ask for what DFLASH does not collect.
-REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk")
+REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk", "return_sampling_mask")
 
 # SGLang makes every answer's state up front, so that an n of millions would end the server: a request may multiply its
 # prompts by `FREE_N`, and by more up to so many answers.
 MAX_ANSWERS, FREE_N = 4096, 16
 
-_TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name in BY_SGLANG + BY_SAMPLER}
+_TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name not in INTERNAL}
 # SGLang keeps these in tensors of 32 and 64 bits.
 _LARGEST = {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1, "max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1}
 
@@ -70,7 +73,8 @@ def generate_request(
     if is_dflash(manager.server_args) and isinstance(obj, GenerateReqInput):
         params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         vocab_size = manager.model_config.vocab_size
-        for each in params:
+        watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
+        for each in [*params, *({"watermark": watermark} for watermark in watermarks)]:
             check_sampling_params(each, vocab_size)
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
@@ -99,6 +103,10 @@ def check_sampling_params(params: object, vocab_size: int) -> None:
             raise ValueError(f"{name}={value!r}: {error}.") from error
         if name in _LARGEST and abs(value) > _LARGEST[name]:
             raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
+    if (params.get("beam_width") or 1) > 1:
+        raise ValueError(f"beam_width={params['beam_width']} is not supported with DFLASH.")
+    if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
+        raise ValueError("watermark is not supported with DFLASH.")
     if params.get("n") is not None and params["n"] < 1:
         raise ValueError(f"n={params['n']}: at least one answer has to be asked for.")
     if params.get("min_new_tokens"):
@@ -130,6 +138,8 @@ def refuse_request(req: Req, enable_overlap: bool) -> str | None:
     reason = _malformed(req) or _not_supported(req)
     if reason is not None:
         # SGLang takes a refused request through one prefill step, which must not trip over what was wrong with it.
+        for name in REFUSED_OUTPUTS:
+            setattr(req, name, False)
         req.custom_logit_processor = None
         req.sampling_params = SamplingParams(temperature=0, max_new_tokens=1)
         req.sampling_params.normalize(None)

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS
+from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, Settings
@@ -26,7 +26,7 @@ SETTINGS = Settings("requests", flags=(("enable-custom-logit-processor", True), 
 
 
 def test_every_sampling_parameter_is_classified():
-    classified = [*BY_SGLANG, *BY_SAMPLER, *INTERNAL]
+    classified = [*BY_SGLANG, *BY_SAMPLER, *REFUSED_PARAMS, *INTERNAL]
     assert len(set(classified)) == len(classified)
     assert set(classified) == {field.name for field in msgspec.structs.fields(SamplingParams)}
 
@@ -135,6 +135,11 @@ MALFORMED = {
     "stop_regex is no regex": sampling(stop_regex="("),
     "sampling_params is a list": {"text": "x", "sampling_params": [1]},
     "sampling_params is a string": {"text": "x", "sampling_params": "x"},
+    "beam_width is a string": sampling(beam_width="x"),
+    "beam_width is 0": sampling(beam_width=0),
+    "watermark is a number": GOOD | {"watermark": 5},
+    "watermark is no watermark": sampling(watermark={"enabled": "x"}),
+    "ebnf_full_assistant is a string": sampling(ebnf='root ::= "a"', ebnf_full_assistant="x"),
     "session that does not exist": GOOD | {"session_params": {"id": "none"}},
     "adapter that does not exist": GOOD | {"lora_path": "none"},
 }
@@ -167,6 +172,10 @@ NOT_SUPPORTED = {
     "return_routed_experts": GOOD | {"return_routed_experts": True},
     "return_indexer_topk": GOOD | {"return_indexer_topk": True},
     "return_sampling_mask": GOOD | {"return_sampling_mask": True},
+    "return_sampling_mask of drawn tokens": sampling(temperature=1, top_k=5) | {"return_sampling_mask": True},
+    "beam_width": sampling(beam_width=4),
+    "watermark": GOOD | {"watermark": {"enabled": True}},
+    "watermark by its key": sampling(watermark={"key": "0" * 64}),
     # Not well-formed: SGLang would unpack them, and end, when the request joins a batch.
     "custom_logit_processor": GOOD | {"custom_logit_processor": "{}"},
     "custom_logit_processor of no class": GOOD | {"custom_logit_processor": '{"callable": "00"}'},
@@ -175,7 +184,7 @@ NOT_SUPPORTED = {
 
 
 def test_every_refusal_is_tested():
-    assert set(REFUSED_OUTPUTS) <= set(NOT_SUPPORTED)
+    assert {*REFUSED_OUTPUTS, *REFUSED_PARAMS} <= set(NOT_SUPPORTED)
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -205,10 +214,20 @@ def test_openai_api_refuses_by_name(server, path, name):
         {"sampling_seed": 7},
         {"temperature": 0.7, "top_k": 1},
         {"custom_params": {"a": 1}},
+        {"beam_width": 1},
+        {"watermark": {"enabled": False}},
     ],
 )
 def test_what_a_greedy_request_does_not_heed(server, good_text, params):
     assert text_of(server, sampling(**params)) == good_text
+    assert text_of(server, sampling(**params) | {"cache_salt": "of its own"}) == good_text
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_grammar_of_the_whole_answer(server):
+    """It is another key in SGLang's cache of grammars."""
+    grammar = {"ebnf": 'root ::= "yes" | "no"', "ebnf_full_assistant": True}
+    assert text_of(server, sampling(**grammar)) in ("yes", "no")
 
 
 @pytest.mark.usefixtures("undisturbed")

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS
+from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,6 +38,8 @@ PROVEN = {
     "return_routed_experts": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
     "return_indexer_topk": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
     "lora_path": "contract/test_bad_requests.py::test_malformed_is_refused",
+    "watermark": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
+    "cache_salt": "contract/test_bad_requests.py::test_what_a_greedy_request_does_not_heed",
     # Sampling parameters.
     "max_new_tokens": "e2e/test_lossless.py::test_few_tokens",
     "stop": "e2e/test_stopping.py::test_stop_string_inside_a_block",
@@ -64,12 +66,15 @@ PROVEN = {
     "regex": "e2e/test_requests.py::test_grammars",
     "ebnf": "e2e/test_requests.py::test_grammars",
     "structural_tag": "e2e/test_requests.py::test_grammars",
+    "ebnf_full_assistant": "contract/test_bad_requests.py::test_grammar_of_the_whole_answer",
+    "beam_width": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
 }
 # The front end takes them apart, or formats, counts, logs and routes by them; the scheduler's batches are without them.
 OF_THE_FRONT_END = {
     "sampling_params",
     "session_id",
     "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
     "return_flat_raw_top_logprobs_b64",
     "return_bytes",
     "return_prompt_token_ids",
@@ -84,6 +89,7 @@ OF_THE_FRONT_END = {
     "conversation_id",
     "routing_key",
     "routed_dp_rank",
+    "data_parallel_rank",
     "lora_id",
 }
 # They are part of the prompt: the target's prefill has them, and the drafter sees only the features of a prompt.
@@ -97,7 +103,9 @@ OF_THE_PROMPT = {
     "positional_embed_overrides",
     "need_wait_for_mm_inputs",
     "num_items_assigned",
-    "mm_data_mooncake",
+    "mm_content_hashes",
+    "mm_processor_kwargs",
+    "video_config",
     "encoder_urls",
     "max_dynamic_patch",
     "min_dynamic_patch",
@@ -108,9 +116,13 @@ OF_THE_PROMPT = {
     "extra_key",
     # Of scoring, which generates nothing.
     "multi_item_delimiter_indices",
+    "token_indices_to_pool",
 }
-# Without effect on a server that was not started with a flag that DFLASH refuses (`arguments.UNSUPPORTED`).
-OF_REFUSED_FLAGS = {
+# Without effect on a server that was not started with a flag that DFLASH refuses (`arguments.UNSUPPORTED`), or without
+# an output that it refuses.
+OF_WHAT_IS_REFUSED = {
+    "sampling_logprobs_mode",
+    "kv_hints",
     "routed_experts_start_len",
     "max_thinking_tokens",
     "bootstrap_host",
@@ -123,13 +135,13 @@ OF_REFUSED_FLAGS = {
 
 
 def test_every_field_is_classified():
-    classified = [*PROVEN, *OF_THE_FRONT_END, *OF_THE_PROMPT, *OF_REFUSED_FLAGS, *INTERNAL]
+    classified = [*PROVEN, *OF_THE_FRONT_END, *OF_THE_PROMPT, *OF_WHAT_IS_REFUSED, *INTERNAL]
     assert len(set(classified)) == len(classified)
     fields = {field.name for field in dataclasses.fields(GenerateReqInput)}
     sampling = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert set(classified) == fields | sampling
-    assert sampling == {*BY_SGLANG, *BY_SAMPLER, *INTERNAL}
-    assert set(REFUSED_OUTPUTS) < set(PROVEN)
+    assert sampling == {*BY_SGLANG, *BY_SAMPLER, *REFUSED_PARAMS, *INTERNAL}
+    assert {*REFUSED_OUTPUTS, *REFUSED_PARAMS} < set(PROVEN)
 
 
 def test_every_proof_exists():
