@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_context, get_parallel
@@ -295,13 +295,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
         self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._in_shards))
 
-    def execute(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> LogitsProcessorOutput:
-        output = super().execute(forward_batch, pp_proxy_tensors)
-        # The graph reads `req_to_token`, which the scheduler may change once this event has passed.
-        read_done = torch.cuda.Event()
-        read_done.record()
-        self.model_runner.shared_read_done_event = read_done
-        return output
+    def _resolve_shared_read_ends(self, attn_backend: AttentionBackend, forward_mode: ForwardMode) -> SharedReadEnds:
+        """When the scheduler may change `req_to_token` again, which the whole graph reads."""
+        return SharedReadEnds.POST_REPLAY
 
     def accepted(self) -> Acceptance:
         """What the last replay accepted, in memory of its own."""

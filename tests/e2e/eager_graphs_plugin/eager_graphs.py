@@ -100,7 +100,8 @@ def register() -> None:
         yield SimpleNamespace(stream=None)
 
     torch.empty = unpinned
-    torch.cuda.Event = Event
+    torch.cuda.Event = torch.cpu.Event = Event
+    torch.cpu.is_current_stream_capturing = lambda: False
     decode_cuda_graph_runner.graph_capture = graph_capture
     decode_cuda_graph_runner.resolve_decode_backend = EagerBackend
     decode_cuda_graph_runner.get_available_gpu_memory = lambda *args, **options: 0.0
