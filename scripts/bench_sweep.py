@@ -14,14 +14,21 @@ What a cycle costs as the context grows, with a window on the drafter's part of 
     python3 scripts/bench_sweep.py --measure decode --pairs small --modes in-tree ours --concurrency 1 \\
         --prompt-tokens 512 8192 32768 65536 131000 --draft-windows none 4096 --new-tokens 384 --out work/growth
 
+Servers over HTTP, asked by SGLang's own `bench_serving`, over clients and over arrivals per second:
+
+    python3 scripts/bench_sweep.py --measure serving --pairs qwen3-8b --concurrency 1 8 32 64 --prompt-tokens 512 \\
+        --new-tokens 256 --out work/serving
+    python3 scripts/bench_sweep.py --measure serving --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --concurrency 64 \\
+        --datasets ShareGPT_V3_unfiltered_cleaned_split.json --own-lengths --request-rates 1 2 4 8 inf --out work/rates
+
 With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
 
     python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\
         --concurrency 1 2 4 8 16 32 64 --new-tokens 2048 --chat-arguments '{"enable_thinking": false}'
 
-Every engine is a process of its own. Those that are compared live side by side and take turns, so that drift hits all
-of them. OUT.json keeps what is measured: the same command, or one with more pairs, backends or lengths, goes on where
-it was stopped. OUT.md and OUT.png show it.
+Every engine or server is a process of its own. Those that are compared live side by side and take turns, so that drift
+hits all of them. OUT.json keeps what is measured: the same command, or one with more pairs, backends or lengths, goes
+on where it was stopped. OUT.md and OUT.png show it.
 """
 
 from __future__ import annotations
@@ -30,19 +37,22 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import shlex
+import signal
 import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
 from bench.chart import draw
-from bench.engine import MODES, Configuration, EngineProcess, Workload
+from bench.engine import APIS, MODES, Configuration, EngineProcess, Load, Serving, Workload
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
 from bench.pairs import PAIRS, Pair, find_pair
-from bench.prompts import TINY_PROMPTS, Prompts, read_dataset
+from bench.prompts import RANDOM_IDS, TINY_PROMPTS, Prompts, read_dataset, serving_format
 from bench.results import Results, markdown
+from bench.server import ServerProcess
 from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
@@ -52,11 +62,15 @@ _METHODS = {
     "tokens, prefills of others included.",
     "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one. Prompts come "
     "from the radix cache.",
+    "serving": "HTTP servers, asked by `python -m sglang.bench_serving`, whose figures these are: tokens/s of the "
+    "output, and medians of TTFT, TPOT and ITL. Before each run the server is warmed up by as many requests as there "
+    "are clients, and its radix cache is emptied. Prompts of random tokens get answers of the full length; others may "
+    "end earlier.",
 }
+_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "prefill_graphs")
 
-
-# Who takes turns, with which prompts, at which concurrency.
-Round = tuple[list[Candidate], Prompts, int]
+# Who takes turns, and under what.
+Round = tuple[list[Candidate], Load]
 
 
 def plan(args: argparse.Namespace) -> list[list[Candidate]]:
@@ -86,6 +100,30 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
         adaptive=args.adaptive,
         chat_arguments=args.chat_arguments,
+        serving=make_serving(args),
+    )
+
+
+def make_serving(args: argparse.Namespace) -> Serving | None:
+    """None unless servers are measured.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    if args.measure != "serving":
+        return None
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError("--measure serving: SGLang's bench_serving imports `datasets`, which is not installed.")
+    if args.chat_arguments and args.api != "sglang-oai-chat":
+        raise ValueError(f"--chat-arguments: with --measure serving they need --api sglang-oai-chat, not {args.api}.")
+    if args.new_tokens < 4:
+        raise ValueError(f"--new-tokens {args.new_tokens}: bench_serving wants 4 or more.")
+    return Serving(
+        api=args.api,
+        request_rates=sorted(args.request_rates, key=lambda rate: rate or math.inf),
+        context_tokens=args.context_tokens,
+        own_lengths=args.own_lengths,
+        prefill_graphs=args.prefill_graphs,
     )
 
 
@@ -121,7 +159,10 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
     datasets = args.datasets or ([TINY_PROMPTS] if pair == PAIRS["tiny"] else [])
     if not datasets:
         raise ValueError(f"--datasets: needed, as drafts of {pair.drafter} are only as good as on real text.")
+    if args.measure == "serving":
+        return [prompts for dataset in datasets for prompts in served_prompts(args, dataset)]
     for dataset in datasets:
+        check_file(dataset)
         read_dataset(dataset)
     if args.measure == "decode" and (args.accept_length is None or not args.prompt_tokens):
         raise ValueError(
@@ -131,10 +172,38 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
     return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
 
 
+def served_prompts(args: argparse.Namespace, dataset: str) -> list[Prompts]:
+    """What bench_serving can ask of a dataset.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    if dataset == RANDOM_IDS:
+        return [Prompts(None, tokens) for tokens in args.prompt_tokens or [512]]
+    check_file(dataset)
+    name = serving_format(dataset)
+    if name is None:
+        read_dataset(dataset)
+        if args.own_lengths:
+            raise ValueError(f"--own-lengths: {dataset} has no answers.")
+    if name in ("custom", "openai") and args.prompt_tokens:
+        raise ValueError(f"--prompt-tokens: bench_serving cuts ShareGPT's format only, and {dataset} is in {name}'s.")
+    if name == "openai" and args.api != "sglang-oai-chat":
+        raise ValueError(f"--api {args.api}: the requests of {dataset} are for sglang-oai-chat.")
+    if args.prompt_tokens and args.own_lengths:
+        raise ValueError("--own-lengths: prompts of --prompt-tokens have no answers.")
+    return [Prompts(dataset, tokens) for tokens in args.prompt_tokens or [None]]
+
+
+def check_file(dataset: str) -> None:
+    if dataset != TINY_PROMPTS and not Path(dataset).is_file():
+        raise ValueError(f"--datasets {dataset}: no such file.")
+
+
 def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Results) -> None:
     """Measure what `results` does not have yet."""
     todo = [rounds_of(group, results) for group in groups]
-    total = sum(len(candidates) * args.repeats for rounds in todo for candidates, *_ in rounds)
+    total = sum(len(candidates) * args.repeats for rounds in todo for candidates, _ in rounds)
     with tqdm(total=total, unit="run", smoothing=0) as progress:
         for rounds in todo:
             if rounds:
@@ -151,46 +220,47 @@ def rounds_of(group: list[Candidate], results: Results) -> list[Round]:
         else:
             same.append(candidate)
     return [
-        (candidates, prompts, concurrency)
+        (candidates, load)
         for candidates in by_workload
-        for prompts in candidates[0].workload.prompts
-        for concurrency in candidates[0].workload.concurrency
-        if not all(results.has(key_of(candidate, prompts, concurrency)) for candidate in candidates)
+        for load in candidates[0].workload.loads
+        if not all(results.has(key_of(candidate, load)) for candidate in candidates)
     ]
 
 
-def key_of(candidate: Candidate, prompts: Prompts, concurrency: int) -> dict:
-    return asdict(candidate.configuration) | {"prompts": str(prompts), "concurrency": concurrency}
+def key_of(candidate: Candidate, load: Load) -> dict:
+    return asdict(candidate.configuration) | asdict(load) | {"prompts": str(candidate.workload.prompts[load.prompts])}
 
 
 def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
     """Start the engines of one group, let them take turns, and stop them."""
     group: list[Candidate] = []
-    for candidates, *_ in rounds:
+    for candidates, _ in rounds:
         group += [candidate for candidate in candidates if candidate not in group]
     progress.set_postfix_str(f"starting {len(group)} engines")
     with running(group, args.device, args.models) as engines:
-        for candidates, prompts, concurrency in rounds:
+        for candidates, load in rounds:
             turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
             if not turn:
                 continue
-            runs = take_turns(turn, prompts, concurrency, args.repeats, progress)
+            runs = take_turns(turn, load, args.repeats, progress)
             results.add_round(runs, f"{date.today()}: python3 scripts/bench_sweep.py {shlex.join(sys.argv[1:])}")
 
 
 def take_turns(
-    turn: list[tuple[Candidate, EngineProcess]], prompts: Prompts, concurrency: int, repeats: int, progress: tqdm
+    turn: list[tuple[Candidate, EngineProcess | ServerProcess]], load: Load, repeats: int, progress: tqdm
 ) -> list[dict]:
-    index = turn[0][0].workload.prompts.index(prompts)
     for _, engine in turn:
-        engine.warm_up(index, concurrency)
+        engine.warm_up(load)
     runs = []
     for repeat in range(repeats):
         for candidate, engine in turn:
-            measured = engine.measure(index, concurrency)
-            runs.append(key_of(candidate, prompts, concurrency) | {"repeat": repeat} | measured)
-            rate = f"{measured['tokens_per_s']:.0f} tokens/s"
-            progress.set_postfix_str(f"{candidate.configuration}, {prompts}, concurrency {concurrency}: {rate}")
+            key, measured = key_of(candidate, load), engine.measure(load)
+            runs.append(key | {"repeat": repeat} | measured)
+            arrivals = "" if load.request_rate is None else f", {load.request_rate:g} arrivals/s"
+            progress.set_postfix_str(
+                f"{candidate.configuration}, {key['prompts']}, concurrency {load.concurrency}{arrivals}: "
+                f"{measured['tokens_per_s']:.0f} tokens/s"
+            )
             progress.update()
     return runs
 
@@ -209,6 +279,9 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "accept_length": args.accept_length,
         "adaptive": args.adaptive,
         "chat_arguments": args.chat_arguments,
+        "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
+        if args.measure == "serving"
+        else None,
     }
 
 
@@ -221,41 +294,87 @@ def write_report(results: Results, out: Path, chart: bool) -> None:
     print(text)
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
 def window(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    return None if text == "none" else positive(text)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def rate(text: str) -> float | None:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return None if math.isinf(number) else number
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"of {', '.join(PAIRS)}, or TARGET:DRAFTER")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; the in-tree worker needs a GPU")
     parser.add_argument("--backends", nargs="+", help=f"attention; default: {_BACKENDS[device][0]}")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--prompt-tokens", nargs="+", type=int, help="cut prompts to these lengths")
-    parser.add_argument("--datasets", nargs="+", help="JSONL files; the tiny pair has prompts of its own")
-    parser.add_argument("--tp", nargs="+", type=int, default=[1])
-    parser.add_argument("--block-sizes", nargs="+", type=int, default=[None], help="default: the drafter's")
+    parser.add_argument("--concurrency", nargs="+", type=positive, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompt-tokens", nargs="+", type=positive, help="cut prompts to these lengths")
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        help="JSONL files, and for --measure serving those of bench_serving too: ShareGPT's JSON, JSONL of "
+        f"conversations or of OpenAI requests, and {RANDOM_IDS}; the tiny pair has prompts of its own",
+    )
+    parser.add_argument("--tp", nargs="+", type=positive, default=[1])
+    parser.add_argument("--block-sizes", nargs="+", type=positive, default=[None], help="default: the drafter's")
     parser.add_argument(
         "--draft-windows", nargs="+", type=window, default=[None], help="context tokens that drafters see; none: all"
     )
     parser.add_argument("--measure", choices=list(_METHODS), default="requests")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, help="answers per run of --measure requests; default: 4 per client")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--plain-tokens", type=int, default=96, help="--measure decode: without speculation")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument(
+        "--requests", type=positive, help="answers per run of --measure requests or serving; default: 4 per client"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128)
+    parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
+    serving = parser.add_argument_group("--measure serving")
+    serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
+    serving.add_argument(
+        "--request-rates", nargs="+", type=rate, default=[None], help="arrivals per second; inf: as clients are free"
+    )
+    serving.add_argument(
+        "--context-tokens", type=positive, default=2048, help="leave out longer prompts and answers of a dataset"
+    )
+    serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
+    serving.add_argument("--prefill-graphs", action="store_true", help="leave SGLang its CUDA graphs of prefills")
     parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
     parser.add_argument("--adaptive", action="store_true", help="serve with --speculative-adaptive")
     parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
-    parser.add_argument("--together", type=int, help="engines alive at a time; default: what 80 GB hold of an 8B model")
+    parser.add_argument(
+        "--together", type=positive, help="engines alive at a time; default: what 80 GB hold of an 8B model"
+    )
     parser.add_argument("--device", choices=list(_BACKENDS), default=device)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
     parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
     parser.add_argument("--no-chart", action="store_true", help="where matplotlib is missing")
     parser.add_argument("--report", action="store_true", help="measure nothing, write OUT.md and OUT.png of OUT.json")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ValueError: naming the flag, where argparse itself does not exit with its name.
+    """
+    args = make_parser().parse_args(argv)
     args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
     args.backends = args.backends or _BACKENDS[args.device]
+    defaults = make_parser().parse_args([])
+    for name in _SERVING_FLAGS:
+        if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
+            raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
@@ -275,6 +394,8 @@ def main() -> None:
             results = Results(data, describe_setup(args))
     except (OSError, ValueError) as error:
         sys.exit(f"bench_sweep.py: {error}")
+    # A sweep that is ended from outside ends its engines too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if not args.report:
             run(groups, args, results)

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.engine import Configuration, Workload
+from bench.engine import Configuration, Load, Workload
 from bench.groups import Candidate, pack, running
 from bench.pairs import PAIRS
 from bench.prompts import Prompts
@@ -197,8 +197,8 @@ def main() -> None:
                     folder = (args.traces or Path(scratch)) / f"{name}, batch {batch}".replace(", ", "-").replace(
                         " ", ""
                     )
-                    engine.warm_up(0, batch)
-                    events = engine.trace(0, batch, LEAD_STEPS + args.cycles, folder)
+                    engine.warm_up(Load(0, batch))
+                    events = engine.trace(Load(0, batch), LEAD_STEPS + args.cycles, folder)
                     results.append({"engine": name, "batch": batch} | summarize(events, args.cycles))
                     Path(f"{args.out}.md").write_text(report(results, args.top))
                     Path(f"{args.out}.json").write_text(json.dumps(results, indent=1) + "\n")

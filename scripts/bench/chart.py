@@ -30,7 +30,7 @@ class Panel:
 
     title: str
     x_label: str
-    lines: dict[tuple, dict[int, Spread]] = field(default_factory=dict)
+    lines: dict[tuple, dict[float, Spread]] = field(default_factory=dict)
 
 
 def metric_of(results: Results) -> str:
@@ -39,9 +39,9 @@ def metric_of(results: Results) -> str:
 
 
 def panels(results: Results) -> list[Panel]:
-    """A panel along concurrency and one along prompt length, where more than one was measured.
+    """A panel along concurrency, one along prompt length and one along arrivals, where more than one was measured.
 
-    What was measured at one concurrency and one length stands in a panel along concurrency.
+    What was measured at one of each stands in a panel along concurrency.
     """
     metric = metric_of(results)
     found: dict[tuple[str, str], Panel] = {}
@@ -55,14 +55,17 @@ def panels(results: Results) -> list[Panel]:
     return grown or [panel for panel in found.values() if panel.x_label == "concurrency"]
 
 
-def _positions(run: dict) -> Iterator[tuple[str, str, int]]:
+def _positions(run: dict) -> Iterator[tuple[str, str, float]]:
     """Of every panel that a figure may stand in: title, axis, and where on it."""
     place = f"{short(run['target'])}, {run['backend']}, tp {run['tp']}"
-    yield f"{place}, {run['prompts']}", "concurrency", run["concurrency"]
+    rate = "" if run["request_rate"] is None else f", {run['request_rate']:g} arrivals/s"
+    yield f"{place}, {run['prompts']}{rate}", "concurrency", run["concurrency"]
     prompts = Prompts.parse(run["prompts"])
     if prompts.tokens is not None:
         dataset = "" if prompts.dataset is None else f", {prompts.dataset}"
-        yield f"{place}{dataset}, concurrency {run['concurrency']}", "prompt tokens", prompts.tokens
+        yield f"{place}{dataset}, concurrency {run['concurrency']}{rate}", "prompt tokens", prompts.tokens
+    if run["request_rate"] is not None:
+        yield f"{place}, {run['prompts']}, concurrency {run['concurrency']}", "arrivals/s", run["request_rate"]
 
 
 def draw(results: Results, path: Path) -> None:

@@ -1,6 +1,6 @@
 """One configuration: an `sglang.Engine` in a process of its own, which measures when it is told to.
 
-The Engine, not the HTTP server: it starts faster, several of them share a GPU, and what speaks HTTP is the same in all
+The Engine, not the HTTP server, which server.py starts: it starts faster, and what speaks HTTP is the same in all
 modes. Token ids go in and out, so tokenizers take no part.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -23,11 +24,13 @@ from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
 
 MODES = ("none", "in-tree", "ours")
+# `/generate` and `/v1/chat/completions`, as bench_serving calls them.
+APIS = ("sglang", "sglang-oai-chat")
 
 # Length of the short answer that a long one is compared with.
 _SHORT_TOKENS = 64
 # Room for the blocks in flight, per request.
-_SPARE_TOKENS = 128
+SPARE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,54 @@ def drafting(block_size: int | None, draft_window: int | None) -> str:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What engines are measured under: one point of a sweep.
+
+    Attributes:
+        prompts: an index into the workload's.
+        concurrency: clients, or requests in the batch.
+        request_rate: requests per second that arrive; None: a client asks again as soon as it is answered.
+    """
+
+    prompts: int
+    concurrency: int
+    request_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How `sglang.bench_serving` asks a server.
+
+    Attributes:
+        api: its `--backend`, one of `APIS`.
+        request_rates: every rate that is measured; None: as fast as the clients ask.
+        context_tokens: prompts and answers of a dataset that are longer together are left out.
+        own_lengths: whether answers are as long as those of the dataset.
+        prefill_graphs: whether SGLang may capture CUDA graphs of prefills, which takes a while.
+    """
+
+    api: str
+    request_rates: list[float | None]
+    context_tokens: int
+    own_lengths: bool
+    prefill_graphs: bool
+
+
+@dataclass(frozen=True)
 class Workload:
     """How engines are loaded and measured.
 
     Attributes:
-        measure: "requests", closed-loop clients, or "decode", a batch that decodes in step.
+        measure: "requests", closed-loop clients, "decode", a batch that decodes in step, or "serving", a HTTP server.
         prompts: every set of prompts that is measured.
         concurrency: every number of clients, or of requests in the batch.
         new_tokens: of every answer; those to a dataset may end earlier.
         plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
-        requests: "requests": answers per measurement; None: 4 per client.
+        requests: "requests" and "serving": answers per measurement; None: 4 per client.
         accept_length: simulated; None: the drafter's own.
         adaptive: whether workers get `--speculative-adaptive`, which the in-tree one ignores.
         chat_arguments: for the chat template of the target's tokenizer.
+        serving: None unless "serving" is measured.
     """
 
     measure: str
@@ -84,11 +122,20 @@ class Workload:
     accept_length: float | None
     adaptive: bool
     chat_arguments: dict
+    serving: Serving | None = None
+
+    @property
+    def loads(self) -> list[Load]:
+        rates = [None] if self.serving is None else self.serving.request_rates
+        return [Load(*load) for load in itertools.product(range(len(self.prompts)), self.concurrency, rates)]
+
+    def num_requests(self, concurrency: int) -> int:
+        return self.requests or 4 * concurrency
 
     @property
     def answer_tokens(self) -> int:
         """KV slots that the longest answer to a request takes."""
-        return _SHORT_TOKENS + max(self.new_tokens, self.plain_tokens) + _SPARE_TOKENS
+        return _SHORT_TOKENS + max(self.new_tokens, self.plain_tokens) + SPARE_TOKENS
 
     @property
     def positions(self) -> int:
@@ -118,25 +165,35 @@ def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: flo
 def engine_arguments(
     configuration: Configuration, workload: Workload, paths: dict[str, str], device: str, is_dummy: bool
 ) -> dict:
-    """Arguments of `sglang.Engine`; `paths` has the checkpoints by name."""
+    """Arguments of `sglang.Engine`, and flags of a server; `paths` has the checkpoints by name."""
+    serving = workload.serving
     arguments = {
         "model_path": paths[configuration.target],
         "load_format": "dummy" if is_dummy else "auto",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": serving is None,
         "device": device,
         "dtype": "float32" if device == "cpu" else "bfloat16",
         "attention_backend": configuration.backend,
         "tp_size": configuration.tp,
-        # Where prefill takes no part in what is measured, the warm-up leaves the prompts there for the other runs.
-        "disable_radix_cache": workload.measure != "decode",
+        # Where prefill takes no part in what is measured, the warm-up leaves the prompts there for the other runs. Of a
+        # server it is emptied before each run.
+        "disable_radix_cache": workload.measure == "requests",
         "max_running_requests": max(64, *workload.concurrency),
-        "cuda_graph_bs_decode": workload.concurrency,
-        "disable_prefill_cuda_graph": True,
+        "disable_prefill_cuda_graph": serving is None or not serving.prefill_graphs,
+        # A bound on what is free beside other engines; what pools get is `max_total_tokens`.
+        "mem_fraction_static": 0.9,
         # An engine that waits for its turn must not keep a core busy.
         "sleep_on_idle": True,
         "random_seed": 1,
         "log_level": "warning",
     }
+    if serving is None:
+        arguments["cuda_graph_bs_decode"] = workload.concurrency
+    else:
+        # Requests that come and go make batches of every size.
+        arguments["cuda_graph_max_bs_decode"] = max(workload.concurrency)
+        # The acceptance length that bench_serving reports is counted when the server logs.
+        arguments["decode_log_interval"] = 10
     if configuration.mode != "none":
         arguments["speculative_algorithm"] = "DFLASH"
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
@@ -148,11 +205,19 @@ def engine_arguments(
     return arguments
 
 
-def check_worker(engine, mode: str) -> None:
-    """Only ours describes itself in `/server_info`."""
-    served_by = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+def check_server(info: dict, mode: str, tokens: int) -> None:
+    """That the right worker serves, as only ours describes itself in `/server_info`, with KV for so many tokens.
+
+    Raises:
+        RuntimeError: saying what is there instead.
+    """
+    served_by = info["internal_states"][0].get("sglang_dflash")
     if (served_by is not None) != (mode == "ours"):
         raise RuntimeError(f"{mode} is served by {served_by}")
+    pool = info["max_total_num_tokens"]
+    # Pools have whole pages.
+    if pool < 0.99 * tokens:
+        raise RuntimeError(f"memory for {pool} of {tokens} tokens; let fewer engines live --together.")
 
 
 # --- in the engine's process ----------------------------------------------------------------------------------------
@@ -176,15 +241,10 @@ def serve(job: dict) -> None:
     max_total_tokens = most * (longest + answers * workload.answer_tokens)
     engine = sglang.Engine(
         **engine_arguments(configuration, workload, job["paths"], job["device"], job["is_dummy"]),
-        mem_fraction_static=0.9,
         max_total_tokens=max_total_tokens,
         nccl_port=job["nccl_port"],
     )
-    check_worker(engine, configuration.mode)
-    pool = engine.get_server_info()["max_total_num_tokens"]
-    # Pools have whole pages.
-    if pool < 0.99 * max_total_tokens:
-        raise RuntimeError(f"memory for {pool} of {max_total_tokens} tokens; let fewer engines live --together.")
+    check_server(engine.get_server_info(), configuration.mode, max_total_tokens)
 
     def warm_up(index: int, concurrency: int) -> None:
         # The second time prompts come from the radix cache, which takes kernels that the first time does not compile.
@@ -196,7 +256,7 @@ def serve(job: dict) -> None:
         if workload.measure == "decode":
             new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
             return measure_decode(engine, prompts, concurrency, new_tokens)
-        asked = [prompts[i % len(prompts)] for i in range(workload.requests or 4 * concurrency)]
+        asked = [prompts[i % len(prompts)] for i in range(workload.num_requests(concurrency))]
         return measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
 
     def trace(index: int, concurrency: int, steps: int, folder: str) -> None:
@@ -348,19 +408,19 @@ class EngineProcess:
         print(json.dumps([command, *arguments]), file=self._process.stdin, flush=True)
         return json.loads(self._wait_for("RESULT "))
 
-    def warm_up(self, prompts: int, concurrency: int) -> None:
-        """A short answer to each of a batch; `prompts` is an index into the workload's."""
-        self._ask("warm_up", prompts, concurrency)
+    def warm_up(self, load: Load) -> None:
+        """A short answer to each of a batch."""
+        self._ask("warm_up", load.prompts, load.concurrency)
 
-    def measure(self, prompts: int, concurrency: int) -> dict:
-        return self._ask("measure", prompts, concurrency)
+    def measure(self, load: Load) -> dict:
+        return self._ask("measure", load.prompts, load.concurrency)
 
-    def trace(self, prompts: int, concurrency: int, steps: int, folder: Path) -> list[dict]:
+    def trace(self, load: Load, steps: int, folder: Path) -> list[dict]:
         """The events of rank 0 in the first scheduler steps of a batch, as PyTorch's profiler writes them to `folder`.
 
         Answers have to last longer than `steps`.
         """
-        self._ask("trace", prompts, concurrency, steps, str(folder))
+        self._ask("trace", load.prompts, load.concurrency, steps, str(folder))
         (path,) = folder.glob("*-TP-0.trace.json.gz")
         return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 

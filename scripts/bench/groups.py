@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.engine import Configuration, EngineProcess, Workload
 from bench.pairs import checkpoint
+from bench.server import ServerProcess
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ def fits(candidates: list[Candidate]) -> bool:
 
 
 @contextmanager
-def running(candidates: list[Candidate], device: str, models: Path) -> Iterator[list[tuple[Candidate, EngineProcess]]]:
+def running(
+    candidates: list[Candidate], device: str, models: Path
+) -> Iterator[list[tuple[Candidate, EngineProcess | ServerProcess]]]:
     """The engines of one group, which start together; `models` is the folder for dummy weights.
 
     Raises:
         RuntimeError: some did not start. It comes at the end, after those that did were of use.
     """
-    engines: list[tuple[Candidate, EngineProcess]] = []
+    engines: list[tuple[Candidate, EngineProcess | ServerProcess]] = []
     failures: list[str] = []
     try:
         for candidate in candidates:
@@ -59,7 +62,7 @@ def running(candidates: list[Candidate], device: str, models: Path) -> Iterator[
         raise RuntimeError("\n\n".join(failures))
 
 
-def _is_ready(engine: EngineProcess, failures: list[str]) -> bool:
+def _is_ready(engine: EngineProcess | ServerProcess, failures: list[str]) -> bool:
     try:
         engine.wait_until_ready()
     except RuntimeError as error:
@@ -68,9 +71,10 @@ def _is_ready(engine: EngineProcess, failures: list[str]) -> bool:
     return True
 
 
-def _start(candidate: Candidate, device: str, models: Path) -> EngineProcess:
+def _start(candidate: Candidate, device: str, models: Path) -> EngineProcess | ServerProcess:
     configuration = candidate.configuration
     names = [name for name in (configuration.target, configuration.drafter) if name]
     positions = candidate.workload.positions if candidate.is_dummy else 0
     paths = {name: checkpoint(name, models, positions) for name in names}
-    return EngineProcess(configuration, candidate.workload, paths, device, candidate.is_dummy)
+    process = EngineProcess if candidate.workload.serving is None else ServerProcess
+    return process(configuration, candidate.workload, paths, device, candidate.is_dummy)

@@ -31,7 +31,7 @@ def hardware(device: str) -> str:
 
 def versions() -> str:
     """Of this package, by its sources, and of what it runs on."""
-    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python")
+    names = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel")
     package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
     sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
     digest = hashlib.sha256(sources).hexdigest()[:12]

@@ -6,6 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 REPO = Path(__file__).resolve().parents[2]
 TINY_PAIR = REPO / "sglang_dflash" / "tiny_pair"
 _TINY = {"tiny": TINY_PAIR / "target", "tiny-dflash": TINY_PAIR / "drafter"}
@@ -122,7 +126,8 @@ def find_pair(name: str) -> Pair:
 def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
     """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights.
 
-    Its `max_position_embeddings` grows to `positions`, for prompts that the real model has no room for.
+    Its `max_position_embeddings` grows to `positions`, for prompts that the real model has no room for. A target gets a
+    tokenizer too.
     """
     if model in _TINY:
         return str(_TINY[model])
@@ -132,4 +137,20 @@ def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
     path = folder / f"{model}-{positions}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": positions}))
+    if "num_target_layers" not in SHAPES[model]:
+        write_tokenizer(path, SHAPES[model]["vocab_size"])
     return str(path)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for every token id, so that a server can speak: text has as many words as tokens, and is never empty."""
+    words = WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

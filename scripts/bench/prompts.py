@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # The dataset of the tiny pair: beginnings of Python modules that it was not trained on.
 TINY_PROMPTS = "tiny-prompts"
+# Random tokens, where a pair could be asked for text too.
+RANDOM_IDS = "random-ids"
 
 # The field that holds the question, in the order in which they are looked for: HumanEval, GSM8K, MATH-500, MT-Bench.
 _QUESTION_FIELDS = ("prompt", "question", "problem", "turns")
@@ -90,6 +92,26 @@ def read_dataset(path: str) -> list[Question]:
     if not questions:
         raise ValueError(f"{path} has no line.")
     return questions
+
+
+def serving_format(path: str) -> str | None:
+    """The `--dataset-name` under which `sglang.bench_serving` reads a file; None for those of `read_dataset`.
+
+    "sharegpt" is a JSON list of conversations, "custom" and "openai" have a conversation or a request in every line.
+    """
+    if path == TINY_PROMPTS:
+        return None
+    with Path(path).open() as file:
+        line = next((line for line in file if line.strip()), "")
+    if line.lstrip().startswith("["):
+        return "sharegpt"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None  # `read_dataset` says what is wrong with it
+    if "messages" in row:
+        return "openai"
+    return "custom" if "conversations" in row or "conversation" in row else None
 
 
 def final_number(text: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -13,13 +14,20 @@ from pathlib import Path
 from bench.engine import MODES
 
 # What identifies a figure; the runs that share it are its repeats.
-KEY = ("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window", "prompts", "concurrency")
+KEY = (
+    *("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window"),
+    *("prompts", "concurrency", "request_rate"),
+)
 # What a speed-up is taken within: modes are compared where this is the same.
-_PLACE = ("target", "backend", "tp", "prompts", "concurrency")
+_PLACE = ("target", "backend", "tp", "prompts", "concurrency", "request_rate")
 METRICS = {
+    "requests_per_s": ("requests/s", 2),
     "tokens_per_s": ("tokens/s", 1),
     "ttft_ms": ("TTFT, ms", 1),
+    "ttft_p99_ms": ("TTFT p99, ms", 1),
     "tpot_ms": ("TPOT, ms", 2),
+    "itl_ms": ("ITL, ms", 2),
+    "itl_p99_ms": ("ITL p99, ms", 2),
     "cycle_ms": ("ms per cycle", 2),
     "accept_length": ("accept length", 2),
     "accuracy": ("accuracy", 3),
@@ -69,7 +77,9 @@ class Results:
                     f"{path} was measured with another {', '.join(differing)}; resume it as it was begun, or choose "
                     "another --out."
                 )
-            self.commands, self.runs = saved["commands"], saved["runs"]
+            self.commands = saved["commands"]
+            # Files in which no rates were measured do not name them.
+            self.runs = [{"request_rate": None} | run for run in saved["runs"]]
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -113,7 +123,9 @@ def table(results: Results) -> list[str]:
     """A Markdown row for every figure, with speed-ups over no speculation and over the in-tree worker."""
     figures = results.repeats()
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
-    titles = ["drafter", "attention", "tp", "block", "window", "prompts", "concurrency", "served by"]
+    has_rates = any(run["request_rate"] is not None for run in results.runs)
+    titles = ["drafter", "attention", "tp", "block", "window", "prompts", "concurrency"]
+    titles += ["arrivals/s"] * has_rates + ["served by"]
     titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for runs in sorted(figures.values(), key=lambda runs: _order(runs[0])):
@@ -125,7 +137,8 @@ def table(results: Results) -> list[str]:
             if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
         }
         cells = [short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
-        cells += [run["prompts"], run["concurrency"], run["mode"]]
+        cells += [run["prompts"], run["concurrency"]]
+        cells += [run["request_rate"] or ""] * has_rates + [run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
         cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
@@ -145,6 +158,7 @@ def _order(run: dict) -> tuple:
         # By length, not by digits.
         re.sub(r"\d+", lambda number: number[0].zfill(9), run["prompts"]),
         run["concurrency"],
+        run["request_rate"] or math.inf,
         MODES.index(run["mode"]),
         str(run["drafter"]),
         run["block_size"] or 0,

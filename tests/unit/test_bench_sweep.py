@@ -7,7 +7,7 @@ import bench_sweep
 import pytest
 from bench import groups
 from bench.chart import Panel, draw, panels
-from bench.engine import Answer, Configuration, accuracy, environment, summarize_answers
+from bench.engine import Answer, Configuration, Load, accuracy, environment, summarize_answers
 from bench.pairs import TINY_PAIR, Pair, checkpoint, find_pair
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from sglang_dflash.tiny_pair import load_prompts
 
-SETUP = {"hardware": "a machine", "versions": "sglang 0.5.17", "method": "How.", "measure": "requests", "repeats": 3}
+SETUP = {"hardware": "a machine", "versions": "sglang 0.5.23", "method": "How.", "measure": "requests", "repeats": 3}
 
 
 def write(path, *rows) -> str:
@@ -165,6 +165,18 @@ def test_shapes_have_positions_for_the_longest_prompt(tmp_path):
     assert checkpoint("small", tmp_path) != checkpoint("small", tmp_path, positions)
 
 
+def test_dummy_weights_can_speak(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("small", tmp_path))
+    ids = [4095, 0, 17, 1, 17]
+
+    assert tokenizer.vocab_size == 4096
+    assert all(tokenizer.decode([token]) for token in range(4096))
+    assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": tokenizer.decode(ids)}], return_dict=False)
+    assert chat == ids
+    assert not (Path(checkpoint("small-dflash", tmp_path)) / "tokenizer.json").exists()
+
+
 def test_pairs():
     assert find_pair("a/b:c/d") == Pair("a/b", "c/d")
     with pytest.raises(ValueError, match="--pairs qwen4: neither one of tiny"):
@@ -179,11 +191,23 @@ def test_pairs():
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
         ("--measure decode --prompt-tokens 64", "--measure decode: with trained weights"),
         ("--measure decode --accept-length 4", "--measure decode: with trained weights"),
+        ("--datasets nowhere.jsonl", "--datasets nowhere.jsonl: no such file"),
+        ("--request-rates 4", "--request-rates: for --measure serving only"),
+        ("--measure decode --own-lengths", "--own-lengths: for --measure serving only"),
     ],
 )
 def test_bad_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         bench_sweep.plan(bench_sweep.parse([*flags.split(), "--no-chart"]))
+
+
+@pytest.mark.parametrize("flag", ["--concurrency", "--requests", "--repeats", "--request-rates", "--draft-windows"])
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_what_is_not_a_number_above_zero_is_refused(flag, value, capsys):
+    with pytest.raises(SystemExit):
+        bench_sweep.parse([f"{flag}={value}"])
+
+    assert f"argument {flag}" in capsys.readouterr().err
 
 
 def test_environments_of_the_modes(monkeypatch):
@@ -233,6 +257,7 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
         "draft_window": None,
         "prompts": "512 tokens",
         "concurrency": 8,
+        "request_rate": None,
     }
     return [key | changes | {"repeat": i, "tokens_per_s": rate} for i, rate in enumerate(rates)]
 
@@ -266,7 +291,7 @@ def test_only_like_is_compared_with_like(tmp_path):
 
 
 class FakeEngines:
-    """Stands for `EngineProcess`; what is tested is who is asked, and when."""
+    """Stands for `EngineProcess` and `ServerProcess`; what is tested is who is asked, and when."""
 
     def __init__(self, monkeypatch) -> None:
         self.log: list[str] = []
@@ -275,27 +300,34 @@ class FakeEngines:
         engines = self
 
         class Process:
+            name = ""
+
             def __init__(self, configuration: Configuration, *_) -> None:
                 self.configuration = configuration
-                engines.log.append(f"start {configuration.mode}")
+                engines.log.append(f"start {configuration.mode}{self.name}")
 
             def wait_until_ready(self) -> None:
                 if self.configuration.mode == engines.broken:
                     raise RuntimeError(f"{engines.broken} does not start")
 
-            def warm_up(self, prompts: int, concurrency: int) -> None:
-                engines.log.append(f"{self.configuration.mode} {concurrency}")
+            def warm_up(self, load: Load) -> None:
+                arrivals = "" if load.request_rate is None else f" at {load.request_rate:g}/s"
+                engines.log.append(f"{self.configuration.mode} {load.concurrency}{arrivals}")
 
-            def measure(self, prompts: int, concurrency: int) -> dict:
-                self.warm_up(prompts, concurrency)
+            def measure(self, load: Load) -> dict:
+                self.warm_up(load)
                 if len(engines.log) == engines.fail_at:
                     raise KeyboardInterrupt
-                return {"tokens_per_s": float(concurrency)}
+                return {"tokens_per_s": float(load.concurrency)}
 
             def stop(self) -> None:
                 pass
 
+        class Server(Process):
+            name = " server"
+
         monkeypatch.setattr(groups, "EngineProcess", Process)
+        monkeypatch.setattr(groups, "ServerProcess", Server)
 
 
 @pytest.fixture
@@ -318,6 +350,19 @@ def test_engines_take_turns(tmp_path, engines):
     expected = ["start ours", "start none", *(line.format(n) for n in (1, 4) for line in turn * 3)]
     assert engines.log == expected
     assert len(results.runs) == 8
+
+
+def test_servers_take_turns_at_every_rate(tmp_path, engines):
+    flags = ("--measure", "serving", "--concurrency", "4", "--repeats", "1", "--request-rates")
+    results = sweep(tmp_path / "r.json", *flags, "inf", "2.5")
+
+    turns = [f"{mode} 4{rate}" for rate in (" at 2.5/s", "") for mode in ("ours", "none") * 2]
+    assert engines.log == ["start ours server", "start none server", *turns]
+    assert [run["request_rate"] for run in results.runs] == [2.5, 2.5, None, None]
+
+    engines.log.clear()
+    assert len(sweep(tmp_path / "r.json", *flags, "inf", "2.5", "8").runs) == 6
+    assert engines.log == ["start ours server", "start none server", *["ours 4 at 8/s", "none 4 at 8/s"] * 2]
 
 
 def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
@@ -366,6 +411,27 @@ def test_rows_are_in_the_order_of_prompt_lengths(tmp_path):
     assert [row.split("|")[6].strip() for row in table(results)[2:]] == ["512 tokens", "8192 tokens", "131000 tokens"]
 
 
+def test_arrivals_have_a_column_and_a_panel(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP | {"measure": "serving"})
+    for rate, tokens in ((4.0, 40.0), (None, 100.0), (16.0, 90.0)):
+        results.add_round(runs_of("ours", [tokens], request_rate=rate), "command")
+
+    line = ("ours", "org/drafter", None, None)
+    points = {4.0: Spread(40, 40, 40), 16.0: Spread(90, 90, 90)}
+    assert [row.split("|")[8].strip() for row in table(results)] == ["arrivals/s", "---", "4.0", "16.0", ""]
+    assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
+
+
+def test_files_from_before_rates_were_measured(tmp_path):
+    results = Results(tmp_path / "r.json", SETUP)
+    results.add_round(runs_of("none", [10.0]), "command")
+    saved = json.loads((tmp_path / "r.json").read_text())
+    del saved["runs"][0]["request_rate"]
+    (tmp_path / "r.json").write_text(json.dumps(saved))
+
+    assert table(Results(tmp_path / "r.json", SETUP)) == table(results)
+
+
 def test_a_chart_has_a_panel_along_every_axis(tmp_path):
     results = Results(tmp_path / "r.json", SETUP)
     results.add_round(runs_of("ours", [110.0, 60.0, 80.0]), "command")
@@ -404,5 +470,5 @@ def test_report(tmp_path):
     text = markdown(results, "a title", "r.png")
 
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    for part in ("# a title", "a machine; sglang 0.5.17", "2026-11-21: python3 scripts/bench_sweep.py", "![", "8.833"):
+    for part in ("# a title", "a machine; sglang 0.5.23", "2026-11-21: python3 scripts/bench_sweep.py", "![", "8.833"):
         assert part in text
