@@ -1,7 +1,8 @@
 """The manifest of every place where this package hooks into SGLang, and the proof that each hook took.
 
 SGLang logs and swallows what goes wrong while it applies hooks (`HookRegistry.apply_hooks`), so a server could
-silently run without one. :func:`verify` walks what is really bound at each target and raises if a hook is missing.
+silently run without one. :func:`verify` walks what is really bound at each target and raises if a hook is missing. A
+hook around something else than it was written for is worse, so it asks the ledger first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dflash import ledger
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,13 @@ def register(hooks: list[Hook]) -> None:
 
 
 def verify() -> None:
-    """Raise :class:`HookError` naming every registered hook that is not bound at its target."""
+    """Make sure that DFLASH may be served in this process.
+
+    Raises:
+        LedgerError: SGLang differs from the one that this package was written against; naming every symbol that does.
+        HookError: naming every registered hook that is not bound at its target.
+    """
+    ledger.verify()
     missing = [hook.target for hook in _registered if not _is_bound(hook)]
     if missing:
         raise HookError(

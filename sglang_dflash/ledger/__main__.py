@@ -1,0 +1,134 @@
+"""`python -m sglang_dflash.ledger`: compare an SGLang with the one that this package was written against.
+
+The exit code is 0 if everything is the same, 1 if something differs, 2 if there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from sglang_dflash.ledger import CHANGED, MISSING, NEW, SAME, recorded, state
+from sglang_dflash.ledger.manifest import Use, hooked, manifest
+from sglang_dflash.ledger.source import Source, SourceError
+from sglang_dflash.version import __version__
+
+_HEADER = '''"""What SGLang looked like: written by `python -m sglang_dflash.ledger --write`, not by hand.
+
+`FILES` and `FINGERPRINTS` have hashes by path and by symbol; `HOOKED` has the hooks: file, reason and symbol.
+"""
+
+# fmt: off
+# ruff: noqa: E501
+'''
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.ledger", description=__doc__)
+    parser.add_argument(
+        "sglang", nargs="?", help="a wheel of SGLang, or a directory that has its source; default: the installed one"
+    )
+    parser.add_argument("--all", action="store_true", help="list what is the same, too")
+    parser.add_argument("--diff", action="store_true", help="show how the source of changed symbols differs")
+    parser.add_argument(
+        "--base",
+        metavar="SGLANG",
+        help="for --diff, the SGLang that is recorded: a wheel or a directory; default: the installed one",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument(
+        "--write", action="store_true", help="after a port: record this SGLang as the one written against"
+    )
+    options = parser.parse_args(argv)
+    try:
+        source = Source.installed() if options.sglang is None else Source.at(options.sglang)
+        if options.write:
+            return _write(source)
+        uses = manifest(tuple(Use(user, why, (symbol,)) for user, why, symbol in recorded.HOOKED))
+        base = None
+        if options.diff or options.base is not None:
+            base = Source.installed() if options.base is None else Source.at(options.base)
+        report = {symbol: _entry(symbol, uses[symbol], source, base) for symbol in uses}
+    except SourceError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(_summary(source) | {"symbols": report}, indent=2))
+    else:
+        _print(source, report, options.all)
+    return 0 if all(entry["state"] == SAME for entry in report.values()) else 1
+
+
+def _entry(symbol: str, uses: list[Use], source: Source, base: Source | None) -> dict:
+    entry = {"state": state(source, symbol), "used_by": {use.user: use.why for use in uses}}
+    if entry["state"] == MISSING:
+        entry["same_name_in"] = source.others_named_like(symbol)
+    elif entry["state"] == CHANGED and base is not None:
+        if state(base, symbol) != SAME:
+            raise SourceError(
+                f"{symbol} of SGLang {base.version} ({base.where}) is not the one that is recorded: give --base the "
+                f"source of {recorded.SGLANG}"
+            )
+        versions = base.version, source.version
+        entry["diff"] = list(difflib.unified_diff(base.text(symbol), source.text(symbol), *versions, lineterm=""))
+    return entry
+
+
+def _summary(source: Source) -> dict:
+    return {
+        "sglang_dflash": __version__,
+        "written_against": recorded.SGLANG,
+        "compared": {"path": source.where, "version": source.version},
+    }
+
+
+def _print(source: Source, report: dict[str, dict], with_same: bool) -> None:
+    for kind in (SAME, NEW, CHANGED, MISSING) if with_same else (NEW, CHANGED, MISSING):
+        for symbol, entry in report.items():
+            if entry["state"] != kind:
+                continue
+            print(f"{kind:8}{symbol}")
+            for user, why in entry["used_by"].items():
+                print(f"{'':8}{user}: {why}")
+            for path in entry.get("same_name_in", ()):
+                print(f"{'':8}its last name is defined in {path}")
+            for line in entry.get("diff", ()):
+                print(f"{'':8}{line}".rstrip())
+    states = [entry["state"] for entry in report.values()]
+    counts = ", ".join(f"{states.count(kind)} {kind}" for kind in (SAME, NEW, CHANGED, MISSING) if kind in states)
+    print(
+        f"SGLang {source.version} ({source.where}) against {recorded.SGLANG}, which sglang-dflash {__version__} was "
+        f"written against: {counts}."
+    )
+
+
+def _write(source: Source) -> int:
+    hooks = hooked()
+    symbols = list(manifest(hooks))
+    fingerprints = {symbol: source.fingerprint(symbol) for symbol in symbols}
+    missing = [symbol for symbol in symbols if fingerprints[symbol] is None]
+    if missing:
+        for symbol in missing:
+            print(f"{MISSING:8}{symbol}")
+        print(f"Nothing is recorded: SGLang {source.version} ({source.where}) does not define them there.")
+        return 1
+    files = {path: source.digest(path) for path, _ in map(source.locate, symbols)}
+    text = f"{_HEADER}\nSGLANG = {source.version!r}\n"
+    for name, hashes in (("FILES", files), ("FINGERPRINTS", fingerprints)):
+        text += f"\n{name} = {{\n{_lines(f'{key!r}: {value!r}' for key, value in sorted(hashes.items()))}}}\n"
+    text += f"\nHOOKED = (\n{_lines(repr((use.user, use.why, *use.symbols)) for use in hooks)})\n"
+    Path(recorded.__file__).write_text(text, "utf-8")
+    print(f"Recorded {len(symbols)} symbols of SGLang {source.version} ({source.where}).")
+    return 0
+
+
+def _lines(entries: Iterable[str]) -> str:
+    return "".join(f"    {entry},\n" for entry in entries)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

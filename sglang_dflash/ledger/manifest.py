@@ -1,0 +1,373 @@
+"""The ledger's entries: each symbol of SGLang that this package builds on, which file of ours does, and why.
+
+It has what we replace, subclass, read by a private name or change, and what ours must follow exactly, but not what is
+only called for what its public name says. An entry names a function, a class (with all its methods), a constant, or an
+attribute: a field of a class, or what its methods assign to `self`. It names the module that defines it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sglang_dflash.ledger.source import Source
+
+_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_OVERLAP = "sglang.srt.managers.overlap_utils"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_GRAPHS = "sglang.srt.model_executor.runner"
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_ATTENTION = "sglang.srt.layers.attention"
+_LOGITS_OUTPUT = "sglang.srt.layers.logits_processor.LogitsProcessorOutput"
+_RESULT = "sglang.srt.managers.utils.GenerationBatchResult"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_CAPTURE = "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one file of ours builds on.
+
+    Attributes:
+        user: the file, in the package.
+        why: what of the symbols it relies on.
+        symbols: dotted paths.
+    """
+
+    user: str
+    why: str
+    symbols: tuple[str, ...]
+
+
+USES = (
+    # --- the worker and its cycle -----------------------------------------------------------------------------------
+    Use(
+        "worker.py",
+        "our worker's base class: what the scheduler asks of a worker",
+        ("sglang.srt.speculative.base_spec_worker.BaseSpecWorker",),
+    ),
+    Use(
+        "worker.py",
+        "the order in which the scheduler sets a worker up, and what it hands over",
+        (f"{_SCHEDULER}.maybe_init_draft_worker", f"{_SCHEDULER}.init_model_worker"),
+    ),
+    Use(
+        "worker.py",
+        "who restores the batch that a cycle overwrites, and when a cycle's results are relayed",
+        (
+            f"{_SCHEDULER}.run_batch",
+            f"{_SCHEDULER}._forward_isolation",
+            f"{_SCHEDULE_BATCH}.input_ids",
+            f"{_SCHEDULE_BATCH}.out_cache_loc",
+            f"{_SCHEDULE_BATCH}.forward_mode",
+            f"{_SCHEDULE_BATCH}.seq_lens_cpu",
+            f"{_SCHEDULE_BATCH}.seq_lens_sum",
+            f"{_SCHEDULE_BATCH}.spec_info",
+        ),
+    ),
+    Use(
+        "worker.py",
+        "how the scheduler reads a result: the layout of its tokens, its lengths, and what goes on to the next cycle",
+        (
+            _RESULT,
+            f"{_LOGITS_OUTPUT}.hidden_states",
+            f"{_RESULTS}._resolve_spec_v2_tokens",
+            f"{_RESULTS}.process_batch_result_decode",
+            f"{_RESULTS}.process_batch_result_prefill",
+            f"{_RESULTS}._append_decode_hidden_states",
+            f"{_RESULTS}.advance_grammar_fsm",
+        ),
+    ),
+    Use(
+        "worker.py",
+        "a TARGET_VERIFY batch of blocks is made by it",
+        (f"{_FORWARD_BATCH}.init_new",),
+    ),
+    Use(
+        "worker.py",
+        "which backends make the scheduler wait for exact lengths on the CPU",
+        (f"{_OVERLAP}.decide_needs_cpu_seq_lens",),
+    ),
+    Use(
+        "cycle.py",
+        "the drafter's batch is a copy of the target's with lengths of its own",
+        (f"{_FORWARD_BATCH}.seq_lens", "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"),
+    ),
+    Use(
+        "drafter_runner.py",
+        "the drafter's worker is one of these with a configuration of its own",
+        (
+            "sglang.srt.managers.tp_worker.TpModelWorker",
+            "sglang.srt.managers.tp_worker.BaseTpWorker",
+            "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+            "sglang.srt.configs.model_config.ModelConfig.dtype",
+            "sglang.srt.layers.moe.utils.draft_model_build_scope",
+        ),
+    ),
+    Use(
+        "info.py",
+        "base classes of what travels with a batch",
+        (
+            "sglang.srt.speculative.spec_info.SpecInput",
+            "sglang.srt.speculative.spec_info.SpecInputType",
+            "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        ),
+    ),
+    Use(
+        "info.py",
+        "the scheduler, its batches and the overlap relay read and write the draft input",
+        (
+            f"{_OVERLAP}.FutureMap",
+            f"{_OVERLAP}.RelayPayload",
+            f"{_OVERLAP}.resolve_forward_inputs",
+            f"{_SCHEDULER}._relay_forward_payload",
+            "sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
+            f"{_SCHEDULE_BATCH}.prepare_for_decode",
+            f"{_SCHEDULE_BATCH}.filter_batch",
+            f"{_SCHEDULE_BATCH}.merge_batch",
+        ),
+    ),
+    Use(
+        "info.py",
+        "KV slots of a block are reserved as SGLang counts them",
+        (
+            f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
+            f"{_SCHEDULE_BATCH}.maybe_evict_swa",
+            "sglang.srt.managers.schedule_batch.Req.decode_batch_idx",
+            "sglang.srt.mem_cache.allocation.alloc_for_spec_decode",
+            "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+            "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
+        ),
+    ),
+    Use(
+        "memory.py",
+        "where SGLang is told which layers to capture, and of the drafter whose KV it makes room for",
+        (
+            f"{_CAPTURE}.dflash_use_aux_hidden_state",
+            f"{_CAPTURE}.dflash_target_layer_ids",
+            f"{_CAPTURE}.dflash_draft_num_layers",
+            f"{_CAPTURE}.draft_model_config",
+            f"{_CAPTURE}.draft_kv_num_layers",
+        ),
+    ),
+    Use(
+        "memory.py",
+        "limits of a request that the scheduler has accepted",
+        (
+            "sglang.srt.sampling.sampling_params.SamplingParams.max_new_tokens",
+            "sglang.srt.sampling.sampling_params.SamplingParams.min_new_tokens",
+        ),
+    ),
+    # --- graphs and attention ---------------------------------------------------------------------------------------
+    Use(
+        "graphs.py",
+        "the runner of the whole cycle's graphs is one of these: capture, replay and every buffer",
+        (
+            f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+            f"{_GRAPHS}.base_cuda_graph_runner.BaseCudaGraphRunner",
+            f"{_GRAPHS}.base_runner.BaseRunner",
+        ),
+    ),
+    Use(
+        "graphs.py", "replaced, so that SGLang captures with our runner", (f"{_RUNNER}._decode_cuda_graph_runner_cls",)
+    ),
+    Use("graphs.py", "builds backends for blocks of fewer rows", (f"{_RUNNER}._get_attention_backend",)),
+    Use(
+        "graphs.py",
+        "exchanged while blocks of fewer rows are verified",
+        (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
+    ),
+    Use(
+        "graphs.py",
+        "the event after which the scheduler may change what a replay reads",
+        (f"{_RUNNER}.shared_read_done_event", f"{_SCHEDULER}._apply_war_barrier"),
+    ),
+    Use(
+        "block_plan.py",
+        "these backends lay out blocks on the GPU alone, so that a graph can hold it",
+        (
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.init_forward_metadata_out_graph",
+            f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
+        ),
+    ),
+    Use(
+        "fa3_blocks.py",
+        "a block's schedule is computed with it, unless it is switched off",
+        (
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend._get_scheduler_metadata",
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend._disable_scheduler_metadata_precompute",
+        ),
+    ),
+    Use(
+        "flashinfer_plan.py",
+        "a block's plan is made in the graph as this backend makes it on the host",
+        (
+            f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
+            f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend._swa_kv_pool",
+            f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterPrefill",
+            f"{_ATTENTION}.flashinfer_backend.fast_prefill_plan",
+            f"{_ATTENTION}.flashinfer_backend.WrapperDispatch",
+        ),
+    ),
+    # --- models and layers ------------------------------------------------------------------------------------------
+    Use(
+        "model.py",
+        "the drafter's layers are these with an attention of their own",
+        (
+            "sglang.srt.models.qwen3.Qwen3DecoderLayer",
+            "sglang.srt.models.qwen3.Qwen3Attention",
+        ),
+    ),
+    Use(
+        "few_rows.py",
+        "the method of unquantised layers, which is exchanged for a subclass",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+            "sglang.srt.layers.quantization.base_config.LinearMethodBase",
+            "sglang.srt.layers.quantization.base_config.QuantizeMethodBase",
+            "sglang.srt.layers.linear.LinearBase",
+        ),
+    ),
+    Use(
+        "few_rows.py",
+        "MLPs that do nothing to gate_up_proj's result but activate it, which is exchanged",
+        (
+            "sglang.srt.models.llama.LlamaMLP",
+            "sglang.srt.models.qwen2.Qwen2MLP",
+            "sglang.srt.layers.activation.SiluAndMul",
+        ),
+    ),
+    Use(
+        "context.py",
+        "the pool's buffers, into which the drafter's keys and values are written",
+        ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",),
+    ),
+    Use(
+        "verify_logits.py",
+        "switched off while logits stay in their shards",
+        (
+            "sglang.srt.layers.logits_processor.LogitsProcessor.do_tensor_parallel_all_gather",
+            "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
+        ),
+    ),
+    # --- sampling ---------------------------------------------------------------------------------------------------
+    Use(
+        "sampling.py",
+        "rows of a block are chosen as SGLang chooses one token: its sampler, and all that comes before it",
+        (
+            "sglang.srt.layers.sampler.Sampler",
+            "sglang.srt.layers.sampler.apply_custom_logit_processor",
+            f"{_RUNNER}.sample",
+            _SAMPLING,
+            "sglang.srt.sampling.sampling_params.TOP_K_ALL",
+            "sglang.srt.speculative.spec_utils.GrammarTree",
+            "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
+        ),
+    ),
+    Use(
+        "sampling.py",
+        "filled in for every row of a block",
+        (
+            f"{_LOGITS_OUTPUT}.next_token_logprobs",
+            f"{_LOGITS_OUTPUT}.next_token_top_logprobs_val",
+            f"{_LOGITS_OUTPUT}.next_token_top_logprobs_idx",
+            f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_val",
+            f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_idx",
+        ),
+    ),
+    Use(
+        "penalties.py",
+        "set anew for a retracted request, and applied to blocks as these define them",
+        (
+            f"{_SAMPLING}.acc_additive_penalties",
+            f"{_SAMPLING}.acc_scaling_penalties",
+            "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer",
+            "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer",
+            "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer",
+            "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer",
+        ),
+    ),
+    Use(
+        "requests.py",
+        "exchanged in a refused request",
+        (
+            "sglang.srt.managers.schedule_batch.Req.custom_logit_processor",
+            "sglang.srt.managers.schedule_batch.Req.sampling_params",
+        ),
+    ),
+    Use(
+        "requests.py",
+        "every field of it is known to be honoured, or refused",
+        ("sglang.srt.sampling.sampling_params.SamplingParams",),
+    ),
+    # --- a machine without a GPU ------------------------------------------------------------------------------------
+    Use(
+        "cpu/torch_native.py",
+        "our backend's base classes",
+        (
+            f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
+            f"{_ATTENTION}.base_attn_backend.AttentionBackend",
+        ),
+    ),
+    Use(
+        "cpu/hooks.py",
+        "slots are taken from its free pages",
+        (
+            "sglang.srt.mem_cache.allocator.paged.alloc_extend_naive",
+            "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_pages",
+        ),
+    ),
+    Use("cpu/platform.py", "the CPU engine is asked for as it says", ("sglang.srt.platforms._is_cpu_available",)),
+    # --- the plugin -------------------------------------------------------------------------------------------------
+    Use(
+        "plugin.py",
+        "hooked: a server that is asked for DFLASH goes by",
+        (
+            "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args",
+            f"{_SCHEDULER}.__init__",
+        ),
+    ),
+    Use(
+        "plugin.py",
+        "when plugins are loaded, and what becomes of a plugin or a hook that fails",
+        (
+            "sglang.srt.plugins.load_plugins",
+            "sglang.srt.plugins.hook_registry.HookRegistry",
+            "sglang.srt.plugins.hook_registry._wrap_fn",
+        ),
+    ),
+)
+
+
+def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
+    """By symbol, who builds on it: `USES`, and the package's hooks as Python has them now, or as they are recorded."""
+    by_symbol: dict[str, list[Use]] = defaultdict(list)
+    for use in (*hooked, *USES):
+        for symbol in use.symbols:
+            by_symbol[symbol].append(use)
+    return dict(sorted(by_symbol.items()))
+
+
+def hooked() -> tuple[Use, ...]:
+    """The targets of all hooks, also of those that this machine has no use for. It imports SGLang."""
+    from sglang_dflash.cpu.hooks import CPU_HOOKS
+    from sglang_dflash.fa3_blocks import FA3_HOOKS
+    from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
+    from sglang_dflash.integration import HOOKS
+
+    source, uses = Source.installed(), []
+    for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):
+        # PyTorch's are none of SGLang's.
+        if hook.target.startswith("sglang."):
+            user = hook.function.__module__.removeprefix("sglang_dflash.").replace(".", "/")
+            symbol = hook.target
+            if source.fingerprint(symbol) is None:
+                # Imported to where it is hooked.
+                function = inspect.unwrap(pkgutil.resolve_name(symbol))
+                symbol = f"{function.__module__}.{function.__qualname__}"
+            uses.append(Use(f"{user}.py", f"hooked: {hook.why}", (symbol,)))
+    return tuple(uses)
