@@ -4,12 +4,15 @@ A program of its own, since SGLang keeps state per process.
 usage: masks.py BACKEND DTYPE PAGE_SIZE HEADS KV_HEADS HEAD_DIM OUTPUT
 
 OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Masks that begin with `refused: ` are not
-served on this backend; those that begin with `in-tree: ` are drawn without this package's hook. On a GPU there are all
-others a second time, beginning with `replayed: `, drawn in a CUDA graph.
+served on this backend; those that begin with `in-tree: ` are drawn without this package's hook. Layers of masks that
+begin with `own pool: ` have KV slots of their own where they slide, as a target's may. All but the former two are there
+a second time, beginning with `replayed: `, drawn in a CUDA graph; on a CPU by the calls that a graph would have in it,
+and under Triton's interpreter only those of two pools. Without a GPU fa3 is SGLang's backend over `fa3_stand_in`.
 """
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +32,9 @@ CONTEXT_LENS = [1, 49, 50, 51, 200, 16]
 def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads: int, head_dim: int):
     """SGLang's own, of a target with dummy weights and this geometry."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.distributed import bootstrap
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import get_context
+    from sglang.srt.runtime_context import SpawnRanks, get_device, get_schedule, publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     geometry = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -48,17 +51,54 @@ def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads:
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(DRAFTER_DIR),
     )
-    get_context().set_server_args(server_args)
+    # As a scheduler does before it loads a model.
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    model_config, port = ModelConfig.from_server_args(server_args), PortArgs.init_new(server_args).nccl_port
+    bootstrap.init_parallel_runtime(server_args=server_args, device=get_device().device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=model_config)
     runner = ModelRunner(
-        model_config=ModelConfig.from_server_args(server_args),
-        mem_fraction_static=server_args.mem_fraction_static,
+        model_config=model_config,
+        mem_fraction_static=get_schedule().mem_fraction_static,
         gpu_id=0,
-        ps=ParallelState.trivial(),
-        nccl_port=PortArgs.init_new(server_args).nccl_port,
+        nccl_port=port,
         server_args=server_args,
     )
     runner.alloc_memory_pool()
+    # Backends read from the runner which of them it has.
+    runner.init_attention_backends()
     return runner
+
+
+class Graph:
+    """A CUDA graph; on a CPU, the function that it would have recorded."""
+
+    def __init__(self, device: str) -> None:
+        self._graph = torch.cuda.CUDAGraph() if device == "cuda" else None
+
+    @contextmanager
+    def stream(self):
+        if self._graph is None:
+            yield
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, forward) -> None:
+        self._forward = forward
+        forward()
+        if self._graph is not None:
+            forward()
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+                self._outputs = forward()
+
+    def replay(self) -> list[torch.Tensor]:
+        if self._graph is None:
+            return self._forward()
+        self._graph.replay()
+        return self._outputs
 
 
 class Blocks:
@@ -75,8 +115,9 @@ class Blocks:
         self.queries = [0.2 * randn(BLOCK_SIZE, heads, head_dim) for _ in CONTEXT_LENS]
         self.keys = [randn(length + BLOCK_SIZE, kv_heads, head_dim) for length in CONTEXT_LENS]
         self.values = [randn(length + BLOCK_SIZE, kv_heads, head_dim) for length in CONTEXT_LENS]
+        self.sliding_layer_id = 0
         # Page 0 is for padding.
-        pages = torch.randperm(4096 // page_size - 1, generator=generator) + 1
+        pages = torch.randperm(runner.token_to_kv_pool.size // page_size - 1, generator=generator) + 1
         self.slots = []
         for row, length in enumerate(CONTEXT_LENS):
             num_pages = -(-(length + BLOCK_SIZE) // page_size)
@@ -93,7 +134,7 @@ class Blocks:
             self.head_dim,
             self.head_dim**-0.5,
             self.kv_heads,
-            layer_id=0,
+            layer_id=0 if window is None else self.sliding_layer_id,
             sliding_window_size=-1 if window is None else window - 1,
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
@@ -111,7 +152,7 @@ class Blocks:
         device, lens = self.runner.device, torch.tensor(CONTEXT_LENS)
         positions = torch.cat([torch.arange(length, length + BLOCK_SIZE) for length in CONTEXT_LENS])
         # As the worker fills it in: lengths on the CPU count the block.
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(lens),
             input_ids=torch.zeros_like(positions).to(device),
@@ -123,15 +164,43 @@ class Blocks:
             positions=positions.to(device),
             spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=BLOCK_SIZE),
         )
+        self.runner.kv_index_translator.bind_own_plan(batch)
+        return batch
+
+    def part_pools(self) -> None:
+        """Give sliding layers a pool of their own, where a page is somewhere else."""
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        flat = self.runner.token_to_kv_pool
+        pool = SWAKVPool(
+            size=flat.size,
+            size_swa=flat.size,
+            page_size=flat.page_size,
+            dtype=flat.dtype,
+            head_num=self.kv_heads,
+            head_dim=self.head_dim,
+            full_attention_layer_ids=[0],
+            swa_attention_layer_ids=[1],
+            device=flat.device,
+        )
+        num_pages = flat.size // flat.page_size + 1
+        pages = torch.cat((torch.zeros(1, dtype=torch.int64), torch.arange(num_pages - 1, 0, -1)))
+        slots = (pages[:, None] * flat.page_size + torch.arange(flat.page_size)).flatten()
+        pool.register_mapping(torch.cat((slots, torch.tensor([-1]))).to(flat.device))
+        self.runner.token_to_kv_pool, self.sliding_layer_id = pool, 1
+        self.runner.init_kv_index_translator()
 
     def fill_pool(self) -> None:
         pool = self.runner.token_to_kv_pool
-        # Whoever reads beyond a request's keys, or leaves a block's unwritten, shall not get away with it.
-        pool.get_key_buffer(0).fill_(100.0)
-        pool.get_value_buffer(0).fill_(100.0)
-        for slots, keys, values in zip(self.slots, self.keys, self.values):
-            pool.get_key_buffer(0)[slots[:-BLOCK_SIZE]] = keys[:-BLOCK_SIZE]
-            pool.get_value_buffer(0)[slots[:-BLOCK_SIZE]] = values[:-BLOCK_SIZE]
+        for layer_id in {0, self.sliding_layer_id}:
+            buffers = pool.get_kv_buffer(layer_id)
+            # Whoever reads beyond a request's keys, or leaves a block's unwritten, shall not get away with it.
+            for buffer in buffers:
+                buffer.fill_(100.0)
+            for slots, *contexts in zip(self.slots, self.keys, self.values):
+                slots = slots if layer_id == 0 else pool.translate_loc_from_full_to_swa(slots)
+                for buffer, context in zip(buffers, contexts):
+                    buffer[slots[:-BLOCK_SIZE]] = context[:-BLOCK_SIZE]
 
     def attend(self, backend, window: int | None, causal: bool) -> float:
         """The error of a layer's output without a graph."""
@@ -163,6 +232,7 @@ class Blocks:
             out_cache_loc=torch.zeros_like(batch.out_cache_loc),
             positions=torch.zeros_like(batch.positions),
         )
+        self.runner.kv_index_translator.bind_runner_slots(static)
         layers = [self.layer(*mask) for mask in masks] * 2
         backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
         plan = block_plan(backend, BLOCK_SIZE)
@@ -174,23 +244,17 @@ class Blocks:
             plan.record(static)
             return [backend.forward(*static_inputs, layer, static) for layer in layers]
 
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with model_capture_mode(), torch.cuda.stream(stream):
+        graph = Graph(self.runner.device)
+        with model_capture_mode(), graph.stream():
             plan.capture(static)
-            for _ in range(2):
-                forward()
-            with torch.cuda.graph(graph, stream=stream):
-                outputs = forward()
-        torch.cuda.current_stream().wait_stream(stream)
+            graph.record(forward)
 
         self.fill_pool()
         for name in ("req_pool_indices", "seq_lens", "out_cache_loc", "positions"):
             getattr(static, name).copy_(getattr(batch, name))
         for buffer, x in zip(static_inputs, inputs):
             buffer.copy_(x)
-        graph.replay()
-        errors = [self.error(output, *mask) for output, mask in zip(outputs, masks * 2)]
+        errors = [self.error(output, *mask) for output, mask in zip(graph.replay(), masks * 2)]
         return [max(both) for both in zip(errors[: len(masks)], errors[len(masks) :])]
 
     def error(self, output: torch.Tensor, window: int | None, causal: bool) -> float:
@@ -212,34 +276,52 @@ class Blocks:
 
 def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> None:
     load_plugins()
-    runner = model_runner(name, dtype, page_size, *geometry)
+    on_cpu = not torch.cuda.is_available()
+    runner = model_runner("torch_native" if on_cpu and name == "fa3" else name, dtype, page_size, *geometry)
+    if on_cpu:
+        import fa3_stand_in
+
+        # All plans are about it, or are not.
+        fa3_stand_in.install()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from sglang_dflash.config import TWO_SIDED_BACKENDS
 
     blocks = Blocks(runner, page_size, *geometry)
     errors = {}
+
+    def draw(masks: dict[str, tuple[int | None, bool]], prefix: str = "") -> None:
+        # Layers of both kinds share a backend.
+        for mask, layer in masks.items():
+            errors[prefix + mask] = blocks.attend(backend, *layer)
+        if on_cpu and name == "triton" and not prefix:
+            # Its interpreter takes minutes.
+            return
+        served = {mask: layer for mask, layer in masks.items() if not mask.startswith("refused: ")}
+        replayed = blocks.replay(ATTENTION_BACKENDS[name](runner), list(served.values()))
+        errors.update({f"replayed: {prefix}{mask}": error for mask, error in zip(served, replayed)})
+
     for window in WINDOWS:
         runner.sliding_window_size = window - 1
         backend = ATTENTION_BACKENDS[name](runner)
-        # Layers of both kinds share a backend.
         masks = {}
         for causal in (False, True):
             masks[f"full, causal={causal}, beside {window}"] = (None, causal)
             served = causal or window >= BLOCK_SIZE or name in TWO_SIDED_BACKENDS
             masks[f"{'' if served else 'refused: '}sliding {window}, causal={causal}"] = (window, causal)
-        for mask, layer in masks.items():
-            errors[mask] = blocks.attend(backend, *layer)
+        draw(masks)
         if name == "flashinfer":
             from sglang.srt.layers.attention.flashinfer_backend import FlashInferIndicesUpdaterPrefill as Updater
 
             hooked, Updater.call_begin_forward = Updater.call_begin_forward, Updater.call_begin_forward.__wrapped__
             errors[f"in-tree: sliding {window}, causal=True"] = blocks.attend(backend, window, causal=True)
             Updater.call_begin_forward = hooked
-        if torch.cuda.is_available():
-            served = {mask: layer for mask, layer in masks.items() if not mask.startswith("refused: ")}
-            replayed = blocks.replay(ATTENTION_BACKENDS[name](runner), list(served.values()))
-            errors |= {f"replayed: {mask}": error for mask, error in zip(served, replayed)}
+    blocks.part_pools()
+    for window in WINDOWS:
+        runner.sliding_window_size = window - 1
+        backend = ATTENTION_BACKENDS[name](runner)
+        masks = {f"full, beside {window}": (None, True), f"sliding {window}": (window, True)}
+        draw(masks, "own pool: ")
     Path(output).write_text(json.dumps(errors))
 
 

@@ -4,6 +4,7 @@ Runs SGLang's own `update_sliding_window` up to the call that the hook wraps; `t
 """
 
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,18 @@ from sglang_dflash.flashinfer_window import plan_window
 from sglang_dflash.info import DFlashVerifyInput
 
 WINDOW_LEFT = 63
+BEGIN_FORWARD = signature(FlashInferIndicesUpdaterPrefill.call_begin_forward)
 BLOCK = DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=16)
 
 
 def planned_windows(spec_info, hooked: bool) -> list[int]:
     """`window_left` of the sliding and of the full layers' plan."""
-    seen = []
+    seen, slots = [], object()
 
-    def plan(updater, *arguments, window_left=-1, **options):
-        assert len(arguments) == 12
-        seen.append(window_left)
+    def plan(*arguments, **options):
+        call = BEGIN_FORWARD.bind(*arguments, **options).arguments
+        assert call["plan"] is slots
+        seen.append(call.get("window_left", -1))
 
     updater = SimpleNamespace(
         sliding_window_size=WINDOW_LEFT,
@@ -45,6 +48,7 @@ def planned_windows(spec_info, hooked: bool) -> list[int]:
         use_ragged=False,
         encoder_lens=None,
         spec_info=spec_info,
+        plan=slots,
     )
     return seen
 

@@ -1,0 +1,29 @@
+"""SGLang's FA3 backend, its metadata and its slots, under this package's hook: all but FA3 itself.
+
+`tests/gpu/test_masks.py` runs FA3 too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "masks.py"
+CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_masks.py does the same with FA3")
+def test_masks(tmp_path):
+    """Blocks are attended to with every mask and with shared schedules, in one pool of slots and in two."""
+    output = tmp_path / "errors.json"
+    command = [sys.executable, SCRIPT, "fa3", "float32", "16", "8", "2", "64", output]
+    run = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    errors = json.loads(output.read_text())
+    eager = {mask for mask in errors if not mask.startswith("replayed: ")}
+    assert len(eager) == 12 and set(errors) == eager | {f"replayed: {mask}" for mask in eager}
+    assert max(errors.values()) < 1e-5
