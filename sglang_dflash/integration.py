@@ -52,6 +52,8 @@ def report_worker(result, scheduler, recv_req):
     return result
 
 
+_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
 HOOKS = [
     Hook(
         target=CREATE_WORKER,
@@ -139,11 +141,34 @@ HOOKS = [
         until="Qwen3Attention fuses them on CUDA, as it does on ROCm",
     ),
     Hook(
-        target="sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_disk",
+        target=f"{_WEIGHT_UPDATER}.update_weights_from_disk",
         kind=HookType.AROUND,
         function=weights.update_weights_from_disk,
-        why="the one checkpoint that a request names would be loaded into the target",
+        why="the one checkpoint that a request names would be loaded into target and drafter",
+        until="the request says whose weights it updates",
+    ),
+    Hook(
+        target=f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
+        kind=HookType.AROUND,
+        function=weights.update_weights_from_ipc,
+        why="the target's tensors would be loaded into the drafter too",
+        until="the request says whose weights it updates",
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{method}",
+            kind=HookType.AROUND,
+            function=weights.update_weights_by_tensors,
+            why="unless a request says otherwise, each tensor would be loaded into target and drafter",
+            until="selector=all gives a tensor to the model that it belongs to",
+        )
+        for method in ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+        kind=HookType.AROUND,
+        function=weights.update_model_path_info,
+        why="after an update of the drafter the server would go by the drafter's name",
         until="the request says whose weights it updates",
     ),
     Hook(

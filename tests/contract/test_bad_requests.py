@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import pickle
 import sys
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import msgspec
 import pytest
 import requests
 import torch
+from safetensors.torch import load_file
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
+from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, Settings
@@ -139,7 +143,6 @@ MALFORMED = {
     "beam_width is 0": sampling(beam_width=0),
     "watermark is a number": GOOD | {"watermark": 5},
     "watermark is no watermark": sampling(watermark={"enabled": "x"}),
-    "ebnf_full_assistant is a string": sampling(ebnf='root ::= "a"', ebnf_full_assistant="x"),
     "session that does not exist": GOOD | {"session_params": {"id": "none"}},
     "adapter that does not exist": GOOD | {"lora_path": "none"},
 }
@@ -224,13 +227,6 @@ def test_what_a_greedy_request_does_not_heed(server, good_text, params):
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_grammar_of_the_whole_answer(server):
-    """It is another key in SGLang's cache of grammars."""
-    grammar = {"ebnf": 'root ::= "yes" | "no"', "ebnf_full_assistant": True}
-    assert text_of(server, sampling(**grammar)) in ("yes", "no")
-
-
-@pytest.mark.usefixtures("undisturbed")
 def test_stop_regex_is_honoured(server, good_text):
     """It ends the answer inside a block, where tokens after the match were accepted too."""
     middle = good_text[len(good_text) // 2]
@@ -250,3 +246,48 @@ def test_refused_beside_good_in_one_batch(server, good_text):
     assert response.status_code in (200, 400), response.text
     if response.status_code == 200:
         assert response.json()[0]["text"] == good_text
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/begin_weight_update", {}), ("/update_weights_from_tensor", {"serialized_named_tensors": []})],
+)
+def test_tensors_for_the_drafter_are_refused(server, path, body):
+    response = post(server, path, json=body | {"selector": "draft"})
+    assert response.status_code == 400
+    assert "selector=draft is not supported with DFLASH" in response.json()["message"]
+
+
+def cycles_of(server: Server) -> int:
+    return post(server, "/generate", json=GOOD).json()["meta_info"]["spec_verify_ct"]
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_tensors_are_the_targets(server):
+    """Here those of a layer that the drafter has too, by the same name and of the same shape."""
+    tensors = load_file(TARGET_DIR / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert tensors[name].shape == load_file(DRAFTER_DIR / "model.safetensors")[name.removeprefix("model.")].shape
+    cycles = cycles_of(server)
+
+    payload = base64.b64encode(pickle.dumps([(name, tensors[name])])).decode()
+    for path, body in (
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [payload]}),
+        ("/end_weight_update", {}),
+    ):
+        response = post(server, path, json=body)
+        assert response.status_code == 200, response.text
+
+    assert cycles_of(server) == cycles
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_update_of_the_drafter_leaves_the_servers_name(server):
+    response = post(server, "/update_weights_from_disk", json={"model_path": str(DRAFTER_DIR)})
+    assert response.status_code == 200, response.text
+    with requests.Session() as http:
+        http.trust_env = False
+        info = http.get(f"{server._url}/model_info", timeout=120).json()
+    assert info["model_path"] == str(TARGET_DIR)

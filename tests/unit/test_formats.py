@@ -6,7 +6,6 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.runtime_context import get_context
-from sglang.srt.server_args import ServerArgs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
@@ -248,8 +247,7 @@ ROPE = {
 def sglang_config():
     """SGLang's layers read the process's arguments while they are built."""
     on_cpu = {} if torch.cuda.is_available() else {"device": "cpu", "attention_backend": "torch_native"}
-    with get_context().preserve_config():
-        get_context().set_server_args(ServerArgs(model_path=str(TARGET_DIR), **on_cpu))
+    with get_context().override_server_args(model_path=str(TARGET_DIR), **on_cpu):
         yield
 
 
