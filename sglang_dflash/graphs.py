@@ -124,10 +124,11 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     @classmethod
     def install(cls, target_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
         """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
+        bound = partial(cls, cycle=cycle, clock=clock, width=cycle.block_size)
+        # SGLang asks the class for this before it makes a runner.
+        bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
-        target_runner._decode_cuda_graph_runner_cls = lambda: partial(
-            cls, cycle=cycle, clock=clock, width=cycle.block_size
-        )
+        target_runner._decode_cuda_graph_runner_cls = lambda: bound
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
         """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` rows."""
@@ -218,8 +219,6 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
         cycle, clock = self._cycle, self._clock
-        # A plan keeps the slots that it has translated; those of every replay are translated inside the graph.
-        self.model_runner.kv_index_translator.bind_runner_slots(batch)
         clock.mark(BEGUN)
         drafted = cycle.draft(batch, batch.seq_lens_cpu, self._draft_backend, self._draft_plan.record)
         self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)

@@ -123,6 +123,8 @@ def register() -> None:
         runner = worker.target_worker.model_runner
         vocab_logits = SimpleNamespace(get_logits_buffer=lambda vocab_size, rows: torch.empty(rows, vocab_size))
         runner.graph_shared_output = vocab_logits
+        # On a GPU asked for before any graph is captured.
+        assert runner.decode_graph_gather_requirements() == (False, False)
         runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner)
         init_cuda_graphs(worker)
 
