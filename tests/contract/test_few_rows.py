@@ -1,0 +1,56 @@
+"""SGLang's flags that say how linear layers are computed: where one does, the kernel for few rows stays out."""
+
+import pytest
+import torch
+from resolving import asked
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.models.llama import LlamaMLP
+from sglang.srt.models.qwen2 import Qwen2MLP
+from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
+from torch import nn
+
+from sglang_dflash import few_rows
+
+
+@pytest.fixture
+def publish_server(monkeypatch):
+    monkeypatch.setattr(few_rows, "is_faster", lambda weight, num_columns: True)
+    before = snapshot_context()
+    yield lambda **flags: publish(asked(**flags), role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    restore_context(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        ({}, few_rows.FewRowsLinearMethod),
+        ({"bf16_gemm_backend": "torch"}, UnquantizedLinearMethod),
+        ({"bf16_gemm_backend": "gemv"}, UnquantizedLinearMethod),
+        ({"enable_deterministic_inference": True}, UnquantizedLinearMethod),
+    ],
+    ids=lambda value: " ".join(value) or "none" if isinstance(value, dict) else None,
+)
+def test_flags(publish_server, flags, method):
+    publish_server(**flags)
+    layer = ReplicatedLinear(64, 64, bias=False)
+    few_rows.install(nn.Sequential(layer))
+    assert type(layer.quant_method) is method
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rounds there; tests/kernels and tests/gpu run its kernel")
+@pytest.mark.parametrize("mlp_type", [LlamaMLP, Qwen2MLP])
+def test_gated_mlp(publish_server, mlp_type):
+    """An MLP whose gate_up_proj activates its few rows comes to what it came to before, and with many rows too."""
+    publish_server()
+    mlp = mlp_type(hidden_size=64, intermediate_size=96, hidden_act="silu")
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    batches = [torch.randn(rows, 64) for rows in (1, few_rows.MAX_ROWS, few_rows.MAX_ROWS + 1)]
+    # One rank has nobody to reduce with.
+    with get_parallel().override(tp_group=None):
+        before = [mlp(batch) for batch in batches]
+        few_rows.install(mlp)
+        assert isinstance(mlp.act_fn, few_rows.PassActivated)
+        for batch, want in zip(batches, before, strict=True):
+            torch.testing.assert_close(mlp(batch), want, rtol=1e-4, atol=1e-5)
