@@ -6,6 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -115,6 +116,10 @@ class DFlashConfig:
         target_hidden_size = config.get("target_hidden_size")
         if target_hidden_size not in (None, hidden_size):
             raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
+        # What related drafters compute, and this one does not.
+        for field, off in (("attention_sink_bias", False), ("attention_value_scale", 1), ("conv_kernel_size", 0)):
+            if read.get(field) not in (None, off):
+                raise read.error(field, read.get(field), f"{json.dumps(off)} or nothing")
         # They change no argmax, which is all that is made of a drafter's logits.
         for field in ("output_multiplier", "final_logit_softcapping"):
             read.positive_number(field, default=1.0)
@@ -354,7 +359,8 @@ def default_target_layer_ids(num_ids: int, num_target_layers: int) -> list[int]:
 
 
 def check_checkpoint_path(path: str | None) -> None:
-    """Raise :class:`ConfigError` where `--speculative-draft-model-path` can be seen to lead nowhere."""
+    """Raise :class:`ConfigError` where `--speculative-draft-model-path` can be seen to lead nowhere, or to more than
+    tensors and a config."""
     if not path:
         raise ConfigError(
             "--speculative-algorithm DFLASH needs a drafter: set --speculative-draft-model-path to a DFlash checkpoint."
@@ -362,6 +368,11 @@ def check_checkpoint_path(path: str | None) -> None:
     looks_local = os.path.isabs(path) or path.startswith(".") or os.path.exists(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"--speculative-draft-model-path {path}: there is no such checkpoint (no config.json in it).")
+    if looks_local and os.path.isfile(os.path.join(path, "mask_embedding.pt")):
+        raise ConfigError(
+            f"--speculative-draft-model-path {path}: it has its own embedding of the mask token (mask_embedding.pt), "
+            "and DFLASH drafts with the target's."
+        )
 
 
 def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> int:

@@ -21,6 +21,7 @@ _OTHER_DRAFTERS = {
     "DFlash2": ("dflash2", "selector_rank"),
     "Domino": ("domino",),
     "DSpark": ("dspark", "markov_rank"),
+    "LiLiCoRR": ("lilicorr",),
 }
 # The kinds of RoPE whose angles depend on the position alone, which is what the context's keys are rotated by.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")

@@ -69,7 +69,6 @@ def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
     """Read both checkpoints, and collect every mismatch instead of raising at the first."""
     try:
         target = TargetFacts.from_dict(_read_config("TARGET", target_path), target_path)
-        check_checkpoint_path(drafter_path)
         drafter, dtype = read_drafter(drafter_path)
     except ConfigError as error:
         return Inspection(mismatches=[" ".join(str(error).split())])
@@ -88,6 +87,7 @@ def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:
     Raises:
         ConfigError: it cannot be read, is of no DFlash drafter, or makes no sense.
     """
+    check_checkpoint_path(path)
     raw = _read_config("DRAFTER", path)
     formats.refuse_others(raw, path)
     try:

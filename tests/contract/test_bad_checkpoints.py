@@ -50,6 +50,13 @@ def test_model_type_is_unknown(tmp_path):
     assert message.startswith("model_type='no-such-type' in config.json of drafter ")
 
 
+def test_mask_embedding_of_its_own(tmp_path):
+    path = drafter_with(tmp_path)
+    (tmp_path / "drafter" / "mask_embedding.pt").touch()
+    message = refusal(speculative_draft_model_path=path)
+    assert message.startswith(f"--speculative-draft-model-path {path}: ") and "mask_embedding.pt" in message
+
+
 def test_target_as_drafter():
     message = refusal(speculative_draft_model_path=str(TARGET_DIR))
     assert "is not a DFlash checkpoint" in message and "Qwen3ForCausalLM" in message

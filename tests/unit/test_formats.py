@@ -181,6 +181,7 @@ def test_speculators_layer_that_cannot_be_captured():
         ({"speculators_model_type": "dspark"}, "a DSpark checkpoint"),
         ({"architectures": ["Qwen3DSparkModel"]}, "a DSpark checkpoint"),
         (with_dflash(markov_rank=8), "a DSpark checkpoint"),
+        (with_dflash(lilicorr_enabled=True, lilicorr_rank=8), "a LiLiCoRR checkpoint"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures=['Qwen3ForCausalLM'] and no dflash_config"),
         ({}, "architectures=[] and no dflash_config"),
@@ -199,6 +200,17 @@ def test_other_drafters(raw, named):
 @pytest.mark.parametrize("raw", [ZLAB | {"input_embedding_scale": 16}, with_dflash(input_embedding_scale=16.0)])
 def test_input_embedding_scale(raw):
     assert read(raw).input_embedding_scale == 16.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "off"),
+    [("attention_sink_bias", True, False), ("attention_value_scale", 0.5, 1.0), ("conv_kernel_size", 4, 0)],
+)
+def test_field_of_related_drafters(field, value, off):
+    assert read(with_dflash(**{field: off})) == read(ZLAB)
+    for raw in (with_dflash(**{field: value}), ZLAB | {field: value}):
+        with pytest.raises(ConfigError, match=f"{field}={value}"):
+            read(raw)
 
 
 @pytest.mark.parametrize("field", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
