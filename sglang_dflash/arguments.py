@@ -244,8 +244,11 @@ def check_dtypes(server_args: ServerArgs) -> None:
                 f"--{name.replace('_', '-')} {dtype}: DFLASH keeps the KV of target and drafter in one of "
                 f"{', '.join(KV_DTYPES)}."
             )
-        if dtype == "fp8_e5m2" and device_type(server_args) == "cpu":
-            raise ConfigError(f"--{name.replace('_', '-')} fp8_e5m2: SGLang's CPU engine has no fp8 KV but fp8_e4m3.")
+        if dtype in ("fp8_e4m3", "fp8_e5m2") and device_type(server_args) == "cpu":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: SGLang's CPU engine has fp8 KV in its intel_amx attention alone, "
+                "and DFLASH drafts in another."
+            )
 
 
 def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> None:
