@@ -172,9 +172,6 @@ def handle_dflash(server_args: ServerArgs) -> None:
     if cfg.max_running_requests is None:
         declare_resolution(server_args, _SOURCE, max_running_requests=48)
         logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")
-    if cfg.enable_mixed_chunk:
-        declare_resolution(server_args, _SOURCE, enable_mixed_chunk=False)
-        logger.warning("--enable-mixed-chunk is off: DFLASH does not mix prefill and decode in one batch.")
 
 
 def refuse_unsupported(server_args: ServerArgs) -> None:

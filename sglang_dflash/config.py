@@ -19,7 +19,7 @@ SPECULATORS = "dflash"
 
 # Attention backends that limit the keys on both sides of a query. The others limit those on its left, and those on its
 # right by causality only.
-TWO_SIDED_BACKENDS = ("fa3", "torch_native")
+TWO_SIDED_BACKENDS = ("fa3", "torch_native", "triton")
 
 
 class ConfigError(ValueError):

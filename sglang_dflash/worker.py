@@ -78,6 +78,11 @@ class DFlashWorker(BaseSpecWorker):
     def draft_model_runner(self) -> ModelRunner:
         return self._draft_worker.model_runner
 
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The drafter's, which `/save_remote_model` looks for here."""
+        return self.draft_model_runner
+
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         return [("draft", self.draft_model_runner)]
 
@@ -170,6 +175,7 @@ class DFlashWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         on_publish: Callable[[torch.Tensor], None] | None = None,
         grammar_barrier: Callable | None = None,
+        pp_proxy_tensors: None = None,
     ) -> GenerationBatchResult:
         """One scheduler step.
 
@@ -177,6 +183,7 @@ class DFlashWorker(BaseSpecWorker):
             batch: prefill (chunk) or one decode cycle of every running request.
             on_publish: overlap scheduling; takes the new sequence lengths, [bs], as soon as they are known.
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
+            pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)

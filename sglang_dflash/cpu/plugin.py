@@ -10,8 +10,8 @@ def register() -> None:
     if not cpu_engine():
         return
     # Imported here: with a GPU, none of this is wanted.
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_dflash import hooks
     from sglang_dflash.cpu.hooks import CPU_HOOKS

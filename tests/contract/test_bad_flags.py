@@ -269,13 +269,13 @@ def test_target_backend_does_not_suit_the_drafter():
 NARROW_ON_BOTH_SIDES = {"use_sliding_window": True, "sliding_window": 8, "is_causal": False}
 
 
+@pytest.mark.skipif(ON_CPU, reason="every backend of a CPU draws it")
 def test_layer_that_the_drafters_backend_cannot_mask(tmp_path):
     path = drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES)
-    message = refusal(speculative_draft_model_path=path, speculative_draft_attention_backend="triton")
-    able = "torch_native" if ON_CPU else "fa3"
+    message = refusal(speculative_draft_model_path=path, speculative_draft_attention_backend="flashinfer")
     assert message == (
-        f"layer 0 of drafter {path} has a bidirectional sliding_window=8, narrower than the block of 16: triton cannot "
-        f"limit what a row sees to its right; set --speculative-draft-attention-backend {able}."
+        f"layer 0 of drafter {path} has a bidirectional sliding_window=8, narrower than the block of 16: flashinfer "
+        "cannot limit what a row sees to its right; set --speculative-draft-attention-backend fa3 or triton."
     )
 
 
@@ -283,17 +283,15 @@ def test_layer_that_the_drafters_backend_cannot_mask(tmp_path):
     "flags",
     [
         {"speculative_draft_attention_backend": "torch_native" if ON_CPU else "fa3"},
-        {"speculative_draft_attention_backend": "triton", "speculative_dflash_block_size": 8},
+        {"speculative_draft_attention_backend": "triton"},
+        pytest.param(
+            {"speculative_draft_attention_backend": "flashinfer", "speculative_dflash_block_size": 8},
+            marks=pytest.mark.skipif(ON_CPU, reason="for a GPU"),
+        ),
     ],
 )
 def test_layer_that_the_drafters_backend_can_mask(tmp_path, flags):
     resolve(speculative_draft_model_path=drafter_with(tmp_path, **NARROW_ON_BOTH_SIDES), **flags)
-
-
-def test_mixed_chunk_is_switched_off_and_logged(caplog):
-    with caplog.at_level(logging.WARNING, logger="sglang_dflash.arguments"):
-        assert resolve(enable_mixed_chunk=True).enable_mixed_chunk is False
-    assert any("--enable-mixed-chunk is off" in record.getMessage() for record in caplog.records)
 
 
 def test_other_servers_are_left_alone():

@@ -1,21 +1,49 @@
-"""`--kv-cache-dtype` is that of the target's keys and values and of the drafter's."""
+"""`--kv-cache-dtype` is that of the target's keys and values and of the drafter's, unless
+`--speculative-draft-kv-cache-dtype` gives the drafter's one of their own."""
 
 import pytest
+import torch
 from serving import Settings
 
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's CPU engine has fp8 KV on AMX machines only")
 
-@pytest.mark.parametrize(("kv_cache_dtype", "dtype"), [("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")])
-def test_fp8(keeper, prompts, kv_cache_dtype, dtype):
+# Numbers of KV per token: 4 layers of the target and 3 of the drafter, with keys and values of 2 heads of 64.
+TARGET, DRAFTER = 4 * 2 * 2 * 64, 3 * 2 * 2 * 64
+
+
+# Tokens per cycle: float32 has 4.3. The drafter was trained on the features of a target without quantised KV.
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype", "least"),
+    [
+        ("bf16", "bfloat16", 3.5),
+        pytest.param("fp8_e4m3", "float8_e4m3fn", 2.5, marks=on_gpu),
+        pytest.param("fp8_e5m2", "float8_e5m2", 2.5, marks=on_gpu),
+    ],
+)
+def test_of_both(keeper, prompts, kv_cache_dtype, dtype, least):
     server = keeper.server(Settings(kv_cache_dtype, flags=(("kv-cache-dtype", kv_cache_dtype),)), dflash=True)
 
     answers = server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
 
-    described = server.internal_state()["sglang_dflash"]
-    # 4 layers of the target and 3 of the drafter, with keys and values of 2 heads of 64.
-    assert described["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64 * 1, "drafter": 3 * 2 * 2 * 64 * 1}
+    described, size = server.internal_state()["sglang_dflash"], getattr(torch, dtype).itemsize
+    assert described["kv_bytes_per_token"] == {"target": TARGET * size, "drafter": DRAFTER * size}
     assert described["kv_capacity_tokens"] == 20000
-    assert f"1024 bytes of the target, 768 bytes of the drafter (torch.{dtype}); room for 20000" in server.log()
+    per_token = f"{TARGET * size} bytes of the target, {DRAFTER * size} bytes of the drafter (torch.{dtype})"
+    assert f"{per_token}; room for 20000" in server.log()
     assert f"three launches per layer for norms, RoPE and KV: its KV is stored in {dtype}." in server.log()
-    # 3 tokens per cycle where float32 has 4.3: the drafter was trained on the features of an unquantised target.
     cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    assert 20 * 63 / cycles > 2.5
+    assert 20 * 63 / cycles > least
+
+
+def test_of_the_drafter_alone(keeper, prompts):
+    """The target's is float32, as its text is."""
+    default = keeper.server(Settings("default"), dflash=False)
+    flags = (("speculative-draft-kv-cache-dtype", "bf16"),)
+    server = keeper.server(Settings("draft-bf16", dflash_flags=flags), dflash=True)
+
+    plain, dflash = (each.generate(prompts[:10], max_new_tokens=64, ignore_eos=True) for each in (default, server))
+
+    assert [answer["output_ids"] for answer in dflash] == [answer["output_ids"] for answer in plain]
+    sizes = server.internal_state()["sglang_dflash"]["kv_bytes_per_token"]
+    assert sizes == {"target": TARGET * 4, "drafter": DRAFTER * 2}
+    assert 10 * 63 / sum(answer["meta_info"]["spec_verify_ct"] for answer in dflash) > 3.5

@@ -47,12 +47,11 @@ def test_backends_of_target_and_drafter(pair, prompts, oracle, draft_backend):
 
 @pytest.mark.slow
 def test_masks(tmp_path):
-    """Every mask of a drafter layer that triton draws, and that the one it is refused for would be wrong."""
+    """Every mask of a drafter layer, and those of a target whose sliding layers have a pool of their own."""
     script, output = Path(__file__).parents[1] / "masks.py", tmp_path / "errors.json"
     command = [sys.executable, script, "triton", "float32", "16", "8", "2", "128", output]
     environment = os.environ | ENV | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
     assert run.returncode == 0, run.stderr[-4000:]
     errors = json.loads(output.read_text())
-    assert errors.pop("refused: sliding 8, causal=False") > 0.1
-    assert len(errors) == 7 and max(errors.values()) < 1e-5
+    assert len(errors) == 16 and max(errors.values()) < 1e-5

@@ -1,0 +1,59 @@
+"""`--enable-mixed-chunk`: requests that decode join a batch of prefills, with the one token that has no KV yet."""
+
+import pytest
+from serving import Settings
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from various import various_requests
+
+MIXED = (("enable-mixed-chunk", True), ("chunked-prefill-size", 64))
+DISALLOWED = {
+    "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
+    "custom_params": {"token_ids": [200, 263]},
+}
+SETTINGS = [
+    Settings("mixed", flags=(*MIXED, ("enable-custom-logit-processor", True))),
+    Settings(
+        "mixed-page16-sync",
+        flags=(
+            *MIXED,
+            ("page-size", 16),
+            ("disable-overlap-schedule", True),
+            ("enable-custom-logit-processor", True),
+        ),
+    ),
+]
+
+pytestmark = pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
+
+
+def num_mixed_steps(answers: list[dict]) -> int:
+    """At least: output tokens that come neither from a prefill nor from a verified block."""
+    histograms = [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+    verified = [sum((drafts + 1) * count for drafts, count in enumerate(histogram)) for histogram in histograms]
+    return sum(max(0, len(answer["output_ids"]) - 1 - tokens) for answer, tokens in zip(answers, verified))
+
+
+def test_lossless(pair, mixed_prompts):
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": 40 + 10 * (i % 5), "ignore_eos": True}
+        for i, prompt in enumerate(mixed_prompts)
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert num_mixed_steps(answers) > len(requests)
+
+
+def test_requests_of_every_kind(pair, mixed_prompts):
+    """What changes a request's next token counts its whole output, the tokens of mixed steps among them."""
+    requests = various_requests([*mixed_prompts, *mixed_prompts])
+    for request in requests[0::8]:
+        request |= {"min_new_tokens": 30, "stop_token_ids": [200, 13], "ignore_eos": False}
+    for request in requests[4::8]:
+        request |= DISALLOWED
+    # Whoever wants log probabilities is never mixed, and keeps the others of its batch from it.
+    requests = [request for request in requests if "return_logprob" not in request]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert num_mixed_steps(answers) > 0
