@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash import ledger
+from sglang_dflash.cpu.platform import cpu_engine
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,14 @@ def verify() -> None:
 
     Raises:
         LedgerError: SGLang differs from the one that this package was written against; naming every symbol that does.
-        HookError: naming every registered hook that is not bound at its target.
+        HookError: naming every registered hook that is not bound at its target, or the plugin whose hooks are missing.
     """
     ledger.verify()
+    if cpu_engine() and not any(hook.function.__module__ == "sglang_dflash.cpu.hooks" for hook in _registered):
+        raise HookError(
+            "SGLang has not loaded the plugin dflash_cpu, without which it does not serve DFLASH on a CPU: name it in "
+            "SGLANG_PLUGINS, or see in the log what became of it."
+        )
     missing = [hook.target for hook in _registered if not _is_bound(hook)]
     if missing:
         raise HookError(

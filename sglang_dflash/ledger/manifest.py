@@ -22,9 +22,17 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _GRAPHS = "sglang.srt.model_executor.runner"
 _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _ATTENTION = "sglang.srt.layers.attention"
+_FA3 = f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend"
+_FLASHINFER = f"{_ATTENTION}.flashinfer_backend"
+_TRITON = f"{_ATTENTION}.triton_backend.TritonAttnBackend"
+_TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
 _LOGITS_OUTPUT = "sglang.srt.layers.logits_processor.LogitsProcessorOutput"
 _RESULT = "sglang.srt.managers.utils.GenerationBatchResult"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
+_PARAMS = "sglang.srt.sampling.sampling_params"
+_PENALTIES = "sglang.srt.sampling.penaltylib"
+_RELOADS = "sglang.srt.managers.io_struct"
 _CAPTURE = "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig"
 
 
@@ -44,6 +52,32 @@ class Use:
 
 
 USES = (
+    # --- arguments --------------------------------------------------------------------------------------------------
+    Use(
+        "arguments.py",
+        "how arguments are written and read while they are being resolved",
+        (
+            "sglang.srt.arg_groups.overrides.declare_resolution",
+            "sglang.srt.arg_groups.model_override_base.resolving_view",
+            "sglang.srt.arg_groups.model_override_base.resolved_view",
+        ),
+    ),
+    Use(
+        "arguments.py",
+        "keeps the most rows of a block where we have put them, in `_max_speculative_num_draft_tokens`",
+        ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
+    ),
+    Use(
+        "graphs.py",
+        "the configuration that backends are built by is changed, and changed back",
+        ("sglang.srt.runtime_context.RuntimeContext.override",),
+    ),
+    Use(
+        "drafter_runner.py",
+        "the configuration that models are built by is changed, and changed back",
+        ("sglang.srt.runtime_context._ConfigBag.override",),
+    ),
+    Use("integration.py", "our drafter is registered in it", ("sglang.srt.models.registry._ModelRegistry",)),
     # --- the worker and its cycle -----------------------------------------------------------------------------------
     Use(
         "worker.py",
@@ -137,7 +171,7 @@ USES = (
         (
             f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
             f"{_SCHEDULE_BATCH}.maybe_evict_swa",
-            "sglang.srt.managers.schedule_batch.Req.decode_batch_idx",
+            f"{_REQ}.decode_batch_idx",
             "sglang.srt.mem_cache.allocation.alloc_for_spec_decode",
             "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
             "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
@@ -158,8 +192,8 @@ USES = (
         "memory.py",
         "limits of a request that the scheduler has accepted",
         (
-            "sglang.srt.sampling.sampling_params.SamplingParams.max_new_tokens",
-            "sglang.srt.sampling.sampling_params.SamplingParams.min_new_tokens",
+            f"{_PARAMS}.SamplingParams.max_new_tokens",
+            f"{_PARAMS}.SamplingParams.min_new_tokens",
         ),
     ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
@@ -183,35 +217,95 @@ USES = (
     ),
     Use(
         "graphs.py",
-        "the event after which the scheduler may change what a replay reads",
-        (f"{_RUNNER}.shared_read_done_event", f"{_SCHEDULER}._apply_war_barrier"),
+        "when a replay has read what the scheduler may change",
+        (f"{_ATTENTION}.base_attn_backend.SharedReadEnds", f"{_SCHEDULER}._apply_war_barrier"),
     ),
     Use(
         "block_plan.py",
-        "these backends lay out blocks on the GPU alone, so that a graph can hold it",
+        "FA3's backend lays out blocks on the GPU alone, so that a graph can hold it",
         (
-            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.init_forward_metadata_out_graph",
-            f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
+            f"{_FA3}.init_forward_metadata_out_graph",
+            f"{_FA3}.init_forward_metadata_in_graph",
+            f"{_FA3}._init_full_cg_decode_metadata",
+            f"{_FA3}._bind_metadata_buffers",
+            f"{_FA3}._apply_cuda_graph_metadata",
+            f"{_FA3}._set_decode_page_metadata",
+            f"{_FA3}._get_swa_write_locations",
+            f"{_FA3}._spec_read_seq_len_delta",
+            "sglang.kernels.ops.attention.metadata.normal_decode_set_metadata",
+        ),
+    ),
+    Use(
+        "block_plan.py",
+        "Triton's backend lays out blocks on the GPU alone, so that a graph can hold it",
+        (
+            f"{_TRITON}.init_forward_metadata_out_graph",
+            f"{_TRITON}._init_forward_metadata_out_graph",
+            f"{_TRITON}._build_cuda_graph_forward_metadata",
+            f"{_TRITON}._apply_cuda_graph_metadata",
+            f"{_TRITON}._update_target_verify_buffers",
+            f"{_TRITON}._target_verify_num_tokens_per_req",
+            f"{_TRITON}._fill_kv_indptr_and_indices",
+            f"{_TRITON}._fill_cuda_graph_swa_out_cache_loc",
+            f"{_ATTENTION}.triton_backend.update_sliding_window_buffer",
+            "sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton",
+        ),
+    ),
+    Use(
+        "block_plan.py",
+        "slots of a batch over a graph's buffers are translated anew by it, and kept by its plan",
+        (
+            f"{_TRANSLATOR}.bind_runner_slots",
+            f"{_TRANSLATOR}.own_plan",
+            f"{_TRANSLATOR}.write_ids",
+            f"{_TRANSLATOR}.is_translating",
+            "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan",
+        ),
+    ),
+    Use(
+        "fa3_blocks.py",
+        "blocks' attention follows it: where it writes KV, what it hands to FA3, and where its output goes",
+        (
+            f"{_FA3}.__init__",
+            f"{_FA3}.get_paged_mha_kv_cache",
+            f"{_FA3}.prepare_paged_mha_query",
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata",
+            "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+            "sglang.srt.layers.radix_attention.RadixAttention",
+            "sglang.srt.layers.radix_attention.AttentionType",
+            f"{_FORWARD_BATCH}._attn_output",
         ),
     ),
     Use(
         "fa3_blocks.py",
         "a block's schedule is computed with it, unless it is switched off",
         (
-            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend._get_scheduler_metadata",
-            f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend._disable_scheduler_metadata_precompute",
+            f"{_FA3}._get_scheduler_metadata",
+            f"{_FA3}._disable_scheduler_metadata_precompute",
+            f"{_FA3}._compute_scheduler_metadata",
         ),
     ),
     Use(
         "flashinfer_plan.py",
-        "a block's plan is made in the graph as this backend makes it on the host",
+        "a block's plan is made in the graph, in the buffers of this backend, as it makes it on the host",
         (
-            f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph",
-            f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend._swa_kv_pool",
-            f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterPrefill",
-            f"{_ATTENTION}.flashinfer_backend.fast_prefill_plan",
-            f"{_ATTENTION}.flashinfer_backend.WrapperDispatch",
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
+            f"{_FLASHINFER}.FlashInferAttnBackend._prepare_cuda_graph_metadata",
+            f"{_FLASHINFER}.FlashInferAttnBackend._create_prefill_wrappers",
+            f"{_FLASHINFER}.FlashInferAttnBackend.forward_extend",
+            f"{_FLASHINFER}.FlashInferAttnBackend._swa_kv_pool",
+            f"{_FLASHINFER}.FlashInferAttnBackend._resolve_swa_kv_pool",
+            f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill",
+            f"{_FLASHINFER}.WrapperDispatch",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.full_to_swa_index_mapping",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
         ),
+    ),
+    Use(
+        "flashinfer_window.py",
+        "leaves the window out of a block's plan",
+        (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
     ),
     # --- models and layers ------------------------------------------------------------------------------------------
     Use(
@@ -223,6 +317,16 @@ USES = (
         ),
     ),
     Use(
+        "qwen3_blocks.py",
+        "norms, RoPE and KV write of a block are computed as these do",
+        (
+            "sglang.srt.models.utils.apply_qk_norm",
+            "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda",
+            "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+            "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+        ),
+    ),
+    Use(
         "few_rows.py",
         "the method of unquantised layers, which is exchanged for a subclass",
         (
@@ -230,6 +334,9 @@ USES = (
             "sglang.srt.layers.quantization.base_config.LinearMethodBase",
             "sglang.srt.layers.quantization.base_config.QuantizeMethodBase",
             "sglang.srt.layers.linear.LinearBase",
+            "sglang.srt.layers.linear.ColumnParallelLinear.forward",
+            "sglang.srt.layers.linear.RowParallelLinear.forward",
+            "sglang.srt.layers.quantization.unquant.initialize_bf16_gemm_config",
         ),
     ),
     Use(
@@ -239,6 +346,8 @@ USES = (
             "sglang.srt.models.llama.LlamaMLP",
             "sglang.srt.models.qwen2.Qwen2MLP",
             "sglang.srt.layers.activation.SiluAndMul",
+            "sglang.srt.layers.dual_gemm.DualGemm.can_run",
+            "sglang.srt.layers.quantization.fp8_activation.DenseSiluAndMulQuant.forward_decode",
         ),
     ),
     Use(
@@ -263,7 +372,7 @@ USES = (
             "sglang.srt.layers.sampler.apply_custom_logit_processor",
             f"{_RUNNER}.sample",
             _SAMPLING,
-            "sglang.srt.sampling.sampling_params.TOP_K_ALL",
+            f"{_PARAMS}.TOP_K_ALL",
             "sglang.srt.speculative.spec_utils.GrammarTree",
             "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
         ),
@@ -285,24 +394,36 @@ USES = (
         (
             f"{_SAMPLING}.acc_additive_penalties",
             f"{_SAMPLING}.acc_scaling_penalties",
-            "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer",
-            "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer",
-            "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer",
-            "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer",
+            f"{_PENALTIES}.frequency_penalty.BatchedFrequencyPenalizer",
+            f"{_PENALTIES}.presence_penalty.BatchedPresencePenalizer",
+            f"{_PENALTIES}.repetition_penalty.BatchedRepetitionPenalizer",
+            f"{_PENALTIES}.min_new_tokens.BatchedMinNewTokensPenalizer",
         ),
     ),
     Use(
         "requests.py",
         "exchanged in a refused request",
         (
-            "sglang.srt.managers.schedule_batch.Req.custom_logit_processor",
-            "sglang.srt.managers.schedule_batch.Req.sampling_params",
+            f"{_REQ}.return_routed_experts",
+            f"{_REQ}.return_indexer_topk",
+            f"{_REQ}.return_sampling_mask",
+            f"{_REQ}.custom_logit_processor",
+            f"{_REQ}.sampling_params",
         ),
     ),
     Use(
         "requests.py",
         "every field of it is known to be honoured, or refused",
-        ("sglang.srt.sampling.sampling_params.SamplingParams",),
+        (f"{_PARAMS}.SamplingParams",),
+    ),
+    Use(
+        "weights.py",
+        "set to the target where a request does not choose",
+        (
+            f"{_RELOADS}.BeginWeightUpdateReqInput.selector",
+            f"{_RELOADS}.UpdateWeightsFromTensorReqInput.selector",
+            f"{_RELOADS}.UpdateWeightsFromDistributedReqInput.selector",
+        ),
     ),
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(
@@ -314,11 +435,11 @@ USES = (
         ),
     ),
     Use(
-        "cpu/hooks.py",
-        "slots are taken from its free pages",
+        "cpu/plugin.py",
+        "our backend takes the place of SGLang's, and is added to the deterministic ones",
         (
-            "sglang.srt.mem_cache.allocator.paged.alloc_extend_naive",
-            "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_pages",
+            f"{_ATTENTION}.attention_registry.register_attention_backend",
+            "sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices",
         ),
     ),
     Use("cpu/platform.py", "the CPU engine is asked for as it says", ("sglang.srt.platforms._is_cpu_available",)),

@@ -12,25 +12,31 @@ import pytest
 import torch
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.common import is_flashinfer_available
 
 from sglang_dflash import hooks
 from sglang_dflash.cpu.hooks import CPU_HOOKS
+from sglang_dflash.fa3_blocks import FA3_HOOKS
 from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.integration import HOOKS
-from sglang_dflash.plugin import CREATE_WORKER
+from sglang_dflash.ledger import recorded
+from sglang_dflash.plugin import CREATE_WORKER, GUARDED, RESOLVE_ARGUMENTS
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
 
 ON_CPU = not torch.cuda.is_available()
-ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else FLASHINFER_HOOKS)]
+ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else FA3_HOOKS), *(FLASHINFER_HOOKS if is_flashinfer_available() else [])]
 
-# What a process of a server does first. `resolve(dflash=...)` completes the arguments of one server.
+# What a process of a server does first. `resolve(dflash=...)` completes the arguments of one server; `lose` has hooks
+# registered where nothing is, as if SGLang had moved what they are for; `in_turn` calls a function with each argument,
+# in processes of their own, as hooks cannot be taken back, and returns what each of them raised.
 PRELUDE = f"""
 import json, os, sys
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-def resolve(dflash):
+def arguments(dflash):
     from sglang.srt.server_args import ServerArgs
     kwargs = {{"model_path": {str(TARGET_DIR)!r}}}
     if {ON_CPU}:
@@ -38,6 +44,34 @@ def resolve(dflash):
     if dflash:
         kwargs |= {{"speculative_algorithm": "DFLASH", "speculative_draft_model_path": {str(DRAFTER_DIR)!r}}}
     return ServerArgs(**kwargs)
+
+def resolve(dflash):
+    args = arguments(dflash)
+    args.resolve_once()
+    return args
+
+def lose(*targets):
+    register = HookRegistry.register
+    HookRegistry.register = lambda target, *rest: register(target + "_moved" if target in targets else target, *rest)
+
+def in_turn(function, arguments):
+    errors = {{}}
+    for argument in arguments:
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                function(argument)
+                error = None
+            except (RuntimeError, ValueError) as caught:
+                error = [type(caught).__name__, str(caught)]
+            os.write(write_end, json.dumps(error).encode())
+            os._exit(0)
+        os.close(write_end)
+        with os.fdopen(read_end) as pipe:
+            errors[argument] = json.loads(pipe.read())
+        os.waitpid(child, 0)
+    return errors
 """
 
 
@@ -79,88 +113,136 @@ def test_hook_that_is_not_bound_is_found(monkeypatch):
     )
 
 
-RENAME_EACH_IN_TURN = """
-import dataclasses
+LOSE_EACH_IN_TURN = """
+# Imported here, as it takes seconds.
 from sglang_dflash import integration
 
-results = {}
-for index, hook in enumerate(integration.HOOKS):
-    # A process for each, as hooks cannot be taken back; forked, as the imports take seconds.
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        integration.HOOKS[index] = dataclasses.replace(hook, target=hook.target + "_renamed")
-        load_plugins()
-        resolve(dflash=False)
-        try:
-            resolve(dflash=True)
-            error = None
-        except (RuntimeError, ValueError) as caught:
-            error = [type(caught).__name__, str(caught)]
-        os.write(write_end, json.dumps(error).encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        results[hook.target + "_renamed"] = json.loads(pipe.read())
-    os.waitpid(child, 0)
-print(json.dumps(results))
+def start(target):
+    lose(target)
+    load_plugins()
+    resolve(dflash=False)
+    resolve(dflash=True)
+
+print(json.dumps(in_turn(start, [hook.target for hook in integration.HOOKS])))
 """
 
 
 def test_missing_hook_stops_dflash_and_nothing_else():
-    results = last_json(run_python(RENAME_EACH_IN_TURN))
-    assert len(results) == len(HOOKS)
-    for target, error in results.items():
+    errors = last_json(run_python(LOSE_EACH_IN_TURN))
+    assert list(errors) == [hook.target for hook in HOOKS]
+    for target, error in errors.items():
         assert error is not None, f"DFLASH starts without {target}"
         kind, message = error
         assert kind == "HookError", message
         assert f"could not hook into SGLang at: {target}." in message
 
 
-# --- versions -------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not ON_CPU, reason="of a machine without a GPU")
+def test_missing_cpu_plugin_stops_dflash_and_nothing_else():
+    run = run_python("load_plugins()\nresolve(dflash=False)\nprint(1)\nresolve(dflash=True)", SGLANG_PLUGINS="dflash")
+    assert run.stdout.splitlines()[-1] == "1", run.stderr[-4000:]
+    assert "HookError: SGLang has not loaded the plugin dflash_cpu" in run.stderr.strip().splitlines()[-1]
 
-# As on an SGLang that this package was not made for.
-OTHER_VERSION = """
-import sglang_dflash.plugin
-sglang_dflash.plugin.SUPPORTED_SGLANG = "0.4.2"
+
+# --- another SGLang -------------------------------------------------------------------------------------------------
+
+# What was recorded was another function, and one that is gone.
+OTHER_SOURCE = f"""
+from sglang_dflash.ledger import recorded
+recorded.SGLANG = "0.4.2"
+recorded.FILES.clear()
+recorded.FINGERPRINTS |= {{{CREATE_WORKER!r}: "another", "sglang.srt.gone.function": "any"}}
+"""
+ASK_IN_TURN = """
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
 load_plugins()
+asking = {
+    "others": lambda: resolve(dflash=False),
+    "arguments": lambda: resolve(dflash=True),
+    "worker": lambda: SpeculativeAlgorithm.DFLASH.create_worker(None),
+    "scheduler": lambda: Scheduler(arguments(dflash=True), None),
+}
+print(json.dumps(in_turn(lambda name: asking[name](), asking)))
 """
 
 
-def test_other_version_refuses_dflash():
-    run = run_python(OTHER_VERSION + "resolve(dflash=True)")
-    assert run.returncode != 0
-    last = run.stderr.strip().splitlines()[-1]
-    assert "serves DFLASH on SGLang 0.4.2, and SGLang 0.5.17 is installed" in last
-    assert "SGLANG_PLUGINS=none" in last
+def test_other_source_refuses_dflash_and_nothing_else():
+    errors = last_json(run_python(OTHER_SOURCE + ASK_IN_TURN))
+    assert errors.pop("others") is None
+    assert len(errors) == 3
+    for kind, message in errors.values():
+        assert kind == "LedgerError"
+        assert f"was written against SGLang 0.4.2, and {recorded.SGLANG} is installed" in message
+        assert f"changed: {CREATE_WORKER}; missing: sglang.srt.gone.function." in message
+        assert "python -m sglang_dflash.ledger" in message
+        assert "SGLANG_PLUGINS=none" in message
 
 
-def test_other_version_refuses_the_worker_too():
-    create = "from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as A; A.DFLASH.create_worker(None)"
-    run = run_python(OTHER_VERSION + create)
-    assert run.returncode != 0
-    assert "serves DFLASH on SGLang 0.4.2" in run.stderr.strip().splitlines()[-1]
-
-
-def test_other_version_serves_everything_else():
-    args = last_json(run_python(OTHER_VERSION + "print(json.dumps(resolve(dflash=False).speculative_algorithm))"))
-    assert args is None
+def test_other_version_with_the_same_source_serves_dflash():
+    """Servers that want something else compare nothing."""
+    body = """
+load_plugins()
+resolve(dflash=False)
+assert "sglang_dflash.ledger.recorded" not in sys.modules
+from sglang_dflash.ledger import recorded
+recorded.SGLANG = "0.4.2"
+print(json.dumps(resolve(dflash=True).speculative_algorithm))
+"""
+    assert last_json(run_python(body)) == "DFLASH"
 
 
 # As if the package did not fit the SGLang it finds: the plugin raises, and SGLang goes on without it.
 BROKEN_PLUGIN = """
-import sys
 sys.modules["sglang_dflash.integration"] = None
 load_plugins()
 """
 
 
-def test_plugin_that_does_not_load_refuses_dflash_and_nothing_else():
-    run = run_python(BROKEN_PLUGIN + "resolve(dflash=True)")
-    assert run.returncode != 0
-    assert "could not be loaded" in run.stderr.strip().splitlines()[-1]
-    args = last_json(run_python(BROKEN_PLUGIN + "print(json.dumps(resolve(dflash=False).speculative_algorithm))"))
-    assert args is None
+def test_plugin_that_does_not_load_says_what_differs():
+    run = run_python(OTHER_SOURCE + BROKEN_PLUGIN + "resolve(dflash=True)")
+    assert f"changed: {CREATE_WORKER}; missing: sglang.srt.gone.function." in run.stderr.strip().splitlines()[-1]
+
+
+KEEP_EACH_IN_TURN = f"""
+import sglang.srt.managers.scheduler
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+TARGETS = {(CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED)!r}
+
+def start(target):
+    sys.modules["sglang_dflash.integration"] = None
+    lose(*(each for each in TARGETS if each != target))
+    load_plugins()
+    resolve(dflash=False)
+    if target == {CREATE_WORKER!r}:
+        SpeculativeAlgorithm.DFLASH.create_worker(None)
+    elif target.endswith("Scheduler.__init__"):
+        sglang.srt.managers.scheduler.Scheduler(arguments(dflash=True), None)
+    else:
+        resolve(dflash=True)
+
+print(json.dumps(in_turn(start, TARGETS)))
+"""
+
+
+def test_plugin_that_does_not_load_refuses_dflash_in_each_place_and_nothing_else():
+    errors = last_json(run_python(KEEP_EACH_IN_TURN))
+    assert len(errors) == 4
+    for target, error in errors.items():
+        assert error is not None, f"{target} lets DFLASH pass"
+        assert "could not be loaded" in error[1], target
+
+
+def test_scheduler_that_nothing_else_has_checked():
+    """Even where all hooks are lost that a server's arguments and its worker go by."""
+    lost = (CREATE_WORKER, RESOLVE_ARGUMENTS, GUARDED[0], "sglang.srt.arg_groups.speculative_hook._handle_dflash")
+    start = "from sglang.srt.managers.scheduler import Scheduler; Scheduler(arguments(dflash=True), None)"
+    run = run_python(f"lose(*{lost})\nload_plugins()\n{start}")
+    last = run.stderr.strip().splitlines()[-1]
+    assert "HookError: sglang-dflash could not hook into SGLang at: " in last
+    assert CREATE_WORKER in last
 
 
 def test_plugins_none_leaves_sglang_alone():
@@ -171,4 +253,4 @@ load_plugins()
 print(json.dumps(hasattr(pkgutil.resolve_name({CREATE_WORKER!r}), "__wrapped__")))
 """
     assert last_json(run_python(body, SGLANG_PLUGINS="none")) is False
-    assert last_json(run_python(body)) is True
+    assert hasattr(pkgutil.resolve_name(CREATE_WORKER), "__wrapped__")
