@@ -1,4 +1,4 @@
-"""The CPU operators and allocators against plain loops."""
+"""The CPU operators against plain loops."""
 
 import pytest
 import torch
@@ -8,11 +8,7 @@ from sglang_dflash.cpu.platform import cpu_engine
 if not cpu_engine():
     pytest.skip("needs SGLANG_USE_CPU_ENGINE=1 and no CUDA device", allow_module_level=True)
 
-import sglang.srt.utils  # noqa: F401  (SGLang's import order: utils before the pools)
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-
 from sglang_dflash.cpu import sgl_kernel
-from sglang_dflash.cpu.hooks import _alloc_decode, _alloc_extend
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -63,32 +59,3 @@ def test_accepted():
     index = torch.tensor([[0, -1, -1], [3, 4, -1]], dtype=torch.int32)
     sgl_kernel.fill_accept_out_cache_loc_cpu(index, torch.arange(50, 56), out)
     assert out.tolist() == [50, 53, 54, 0, 0, 0]
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-def test_paged(page_size):
-    """Random growth of three requests: slots never shared, pages whole, nothing lost."""
-    allocator = PagedTokenToKVPoolAllocator(40 * 64, page_size, torch.float32, "cpu", None, False)
-    generator = torch.Generator().manual_seed(page_size)
-    held = [[], [], []]
-    while True:
-        lens = torch.tensor([len(h) for h in held])
-        last = torch.tensor([h[-1] if h else -1 for h in held])
-        if torch.rand(1, generator=generator) < 0.5 and lens.min() > 0:
-            new = torch.ones(3, dtype=torch.int64)
-            out = _alloc_decode(allocator, lens + 1, lens + 1, last)
-        else:
-            new = torch.randint(0, 150, (3,), generator=generator)
-            out = _alloc_extend(allocator, lens, lens, lens + new, lens + new, last, int(new.sum()))
-        if out is None:
-            break
-        for h, part in zip(held, out.split(new.tolist())):
-            h += part.tolist()
-        slots = sum(held, [])
-        assert len(set(slots)) == len(slots) and min(slots) >= page_size
-        for h in held:
-            assert all(s % page_size == i % page_size for i, s in enumerate(h))
-            assert all(b == a + 1 for i, (a, b) in enumerate(zip(h, h[1:])) if (i + 1) % page_size)
-        pages = sum(-(-len(h) // page_size) for h in held)
-        assert len(allocator.free_pages) == allocator.num_pages - pages
-    assert len(slots) > 500

@@ -14,8 +14,11 @@ if not cpu_engine():
 import sglang.srt.utils  # noqa: F401  (SGLang's import order: utils before the layers)
 from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.draft_head import DraftHead
+from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.vocab_argmax import pack, unpack
 
 NUM_ROWS = 24
@@ -64,6 +67,10 @@ def draft(logits: torch.Tensor, num_added: int) -> torch.Tensor:
 
 def serve_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_grad_enabled(False)
+    args = ServerArgs(
+        model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", dtype="float32", tp_size=world_size
+    )
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(
         world_size=world_size,
         rank=rank,
@@ -71,7 +78,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
         backend="gloo",
         distributed_init_method=f"file://{folder}/init",
     )
-    initialize_model_parallel(tensor_model_parallel_size=world_size, backend="gloo")
+    initialize_model_parallel(backend="gloo")
     blocks = {}
     for vocabulary, num_added in VOCABULARIES:
         for dtype in DTYPES:

@@ -13,10 +13,12 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
-from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+    resolve_spec_aux_hidden_state_config,
+)
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from windowed import WINDOW, write_windowed_pair
@@ -45,6 +47,7 @@ MLA = {
     "hidden_size": 64,
     "num_attention_heads": 4,
     "vocab_size": 128,
+    "max_position_embeddings": 2048,
 }
 
 
@@ -56,7 +59,7 @@ def server_args(target: Path, drafter: Path, **changes) -> ServerArgs:
         dtype="float32",
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(drafter),
-        **changes,
+        **({"page_size": 1} | changes),
     )
 
 
@@ -72,11 +75,25 @@ def configurator(
 ) -> KVCacheConfigurator:
     """SGLang's own, of a target, or of a drafter beside the pools of a target."""
     of = drafter_of or SimpleNamespace(config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None)
-    num_layers = model.num_hidden_layers
+    num_layers, is_draft_worker = model.num_hidden_layers, drafter_of is not None
+    layer_info = ModelLayerInfo(
+        start_layer=0,
+        end_layer=num_layers,
+        num_effective_layers=num_layers,
+        swa_attention_layer_ids=model.swa_attention_layer_ids if model.is_hybrid_swa else None,
+        full_attention_layer_ids=model.full_attention_layer_ids if model.is_hybrid_swa else None,
+    )
+    spec_aux_config = resolve_spec_aux_hidden_state_config(
+        server_args=args,
+        model_config=model,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        is_draft_worker=is_draft_worker,
+    )
     return KVCacheConfigurator(
         device="cpu",
         gpu_id=0,
-        ps=SimpleNamespace(attn_dp_size=1, pp_size=1),
+        attn_dp_size=1,
+        pp_size=1,
         pp_group=None,
         model=None,
         model_config=model,
@@ -87,13 +104,13 @@ def configurator(
         page_size=args.page_size,
         sliding_window_size=WINDOW - 1 if model.is_hybrid_swa else None,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        is_draft_worker=drafter_of is not None,
+        is_draft_worker=is_draft_worker,
         post_capture_kv_active=False,
-        spec_aux_config=SpecAuxHiddenStateConfig(),
+        spec_aux_config=spec_aux_config,
         is_hybrid_swa=model.is_hybrid_swa,
         is_hybrid_swa_compress=model.is_hybrid_swa_compress,
         use_mla_backend=model.attention_arch == AttentionArch.MLA,
-        layer_info=ModelLayerInfo(start_layer=0, end_layer=num_layers, num_effective_layers=num_layers),
+        layer_info=layer_info,
         forward_stream=None,
         req_to_token_pool=of.req_to_token_pool,
         token_to_kv_pool_allocator=of.token_to_kv_pool_allocator,
@@ -101,23 +118,27 @@ def configurator(
     )
 
 
-def kv_dtype(args: ServerArgs, is_draft_worker: bool) -> torch.dtype:
+def kv_dtype(is_draft_worker: bool) -> torch.dtype:
     """As a `ModelRunner` settles it."""
     runner = SimpleNamespace(
-        server_args=args,
         dtype=DTYPE,
         is_draft_worker=is_draft_worker,
+        draft_attention_backend="torch_native",
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
     )
     ModelRunner.configure_kv_cache_dtype(runner)
     return runner.kv_cache_dtype
 
 
+def served(args: ServerArgs):
+    """Meanwhile SGLang's configuration is that of a server with these arguments."""
+    return use_context(create_context(args, role="scheduler"))
+
+
 def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
     """What a server with `BUDGET` bytes for KV allocates: its config, and the pools of target and drafter."""
-    with get_context().preserve_config(), get_parallel().override(attn_tp_size=1):
-        get_context().set_server_args(args)
-        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(args, is_draft_worker=False))
+    with served(args):
+        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(is_draft_worker=False))
         config = kvc.config_from_budget(BUDGET)
         config.max_running_requests = 4
         pools = kvc._init_pools(
@@ -129,7 +150,7 @@ def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
             token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
         )
         drafter = ModelConfig(args.speculative_draft_model_path, dtype="float32", is_draft_model=True)
-        dtype = kv_dtype(args, is_draft_worker=True)
+        dtype = kv_dtype(is_draft_worker=True)
         result = configurator(args, drafter, dtype, beside).configure(pre_model_load_memory=0)
     return config, [pools.token_to_kv_pool, result.token_to_kv_pool]
 
@@ -168,14 +189,11 @@ def test_drafters_of_a_dense_target(tmp_path, fields, drafter_bytes, page_size):
     check(server_args(TARGET_DIR, drafter, page_size=page_size), TARGET_DIR, drafter_bytes)
 
 
+@pytest.mark.parametrize("flag", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(
-    ("flag", "dtype"),
-    [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("bf16", torch.bfloat16)],
-)
-def test_kv_dtype(flag, dtype, page_size):
-    args = server_args(TARGET_DIR, DRAFTER_DIR, kv_cache_dtype=flag, page_size=page_size)
-    check(args, TARGET_DIR, 3 * 2 * 2 * 64 * dtype.itemsize, dtype)
+def test_kv_dtype(flag, page_size):
+    args = server_args(TARGET_DIR, DRAFTER_DIR, page_size=page_size, **{flag: "bf16"})
+    check(args, TARGET_DIR, 3 * 2 * 2 * 64 * 2, torch.bfloat16)
 
 
 def test_latent_attention(tmp_path):
@@ -193,7 +211,7 @@ def test_latent_attention(tmp_path):
         {"disable_radix_cache": True, "chunked_prefill_size": 64, "max_running_requests": 1},
     ],
 )
-@pytest.mark.parametrize(("flag", "dtype"), [("auto", DTYPE), ("fp8_e4m3", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(("flag", "dtype"), [("auto", DTYPE), ("bf16", torch.bfloat16)])
 def test_windowed_target(tmp_path, changes, flag, dtype):
     target, drafter = write_windowed_pair(tmp_path)
     args = server_args(target, drafter, kv_cache_dtype=flag, **changes)
@@ -209,8 +227,7 @@ def test_heads_are_spread_over_ranks_or_replicated():
 def test_pool_of_sliding_layers_that_is_too_small_for_a_request(tmp_path):
     target, drafter = write_windowed_pair(tmp_path)
     needed = 47 + envs.SGLANG_SWA_EVICTION_INTERVAL.get() + 2 * 8 + 2
-    with get_context().preserve_config():
-        get_context().set_server_args(server_args(target, drafter))
+    with served(server_args(target, drafter)):
         check_window_pool(MemoryPoolConfig(5000, swa_max_total_num_tokens=needed), 47, page_size=1)
         with pytest.raises(ConfigError) as caught:
             check_window_pool(MemoryPoolConfig(5000, swa_max_total_num_tokens=needed - 1), 47, page_size=1)

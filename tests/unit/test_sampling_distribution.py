@@ -21,7 +21,7 @@ from sglang.srt.distributed import get_tp_group, init_distributed_environment, i
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, create_sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -38,13 +38,12 @@ NUM_CONTINUATIONS = 200_000
 def context(tmp_path_factory):
     """What SGLang's sampler reads of a server; set back afterwards."""
     store = tmp_path_factory.mktemp("store") / "store"
-    init_distributed_environment(
-        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}"
-    )
-    initialize_model_parallel()
-    with get_context().preserve_config():
-        args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native")
-        get_context().set_server_args(args)
+    args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", dtype="float32")
+    with use_context(create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0))):
+        init_distributed_environment(
+            backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}"
+        )
+        initialize_model_parallel(backend="gloo")
         yield
 
 
