@@ -56,7 +56,7 @@ install_into_venv() {
         "$base" -m venv --clear "$venv"
     fi
     local -a pip=("$PYTHON" -m pip --disable-pip-version-check -qq install) index=()
-    say "installing the pinned packages of requirements/cpu.txt (530 MB, about 2 minutes)"
+    say "installing the pinned packages of requirements/cpu.txt (600 MB, about 2 minutes)"
     "${pip[@]}" -r "$REPO/requirements/cpu.txt"
     say "installing SGLang $SGLANG_VERSION"
     "${pip[@]}" --no-deps -r "$REPO/requirements/cpu-nodeps.txt"
