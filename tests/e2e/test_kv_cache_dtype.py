@@ -11,16 +11,27 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's CPU 
 TARGET, DRAFTER = 4 * 2 * 2 * 64, 3 * 2 * 2 * 64
 
 
-# Tokens per cycle: float32 has 4.3. The drafter was trained on the features of a target without quantised KV.
+def num_cycles(answers: list[dict]) -> int:
+    return sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+
+
+@pytest.fixture
+def default_answers(keeper, prompts):
+    """With float32 KV: by a server with DFLASH."""
+    server = keeper.server(Settings("default"), dflash=True)
+    return server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
+
+
+# The drafter was trained on the features of a target without quantised KV: in fp8 its drafts fit less well.
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "dtype", "least"),
+    ("kv_cache_dtype", "dtype", "more_cycles"),
     [
-        ("bf16", "bfloat16", 3.5),
-        pytest.param("fp8_e4m3", "float8_e4m3fn", 2.5, marks=on_gpu),
-        pytest.param("fp8_e5m2", "float8_e5m2", 2.5, marks=on_gpu),
+        ("bf16", "bfloat16", 1.05),
+        pytest.param("fp8_e4m3", "float8_e4m3fn", 1.5, marks=on_gpu),
+        pytest.param("fp8_e5m2", "float8_e5m2", 1.5, marks=on_gpu),
     ],
 )
-def test_of_both(keeper, prompts, kv_cache_dtype, dtype, least):
+def test_of_both(keeper, prompts, default_answers, kv_cache_dtype, dtype, more_cycles):
     server = keeper.server(Settings(kv_cache_dtype, flags=(("kv-cache-dtype", kv_cache_dtype),)), dflash=True)
 
     answers = server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
@@ -31,19 +42,17 @@ def test_of_both(keeper, prompts, kv_cache_dtype, dtype, least):
     per_token = f"{TARGET * size} bytes of the target, {DRAFTER * size} bytes of the drafter (torch.{dtype})"
     assert f"{per_token}; room for 20000" in server.log()
     assert f"three launches per layer for norms, RoPE and KV: its KV is stored in {dtype}." in server.log()
-    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    assert 20 * 63 / cycles > least
+    assert num_cycles(answers) < more_cycles * num_cycles(default_answers)
 
 
-def test_of_the_drafter_alone(keeper, prompts):
+def test_of_the_drafter_alone(keeper, prompts, default_answers):
     """The target's is float32, as its text is."""
-    default = keeper.server(Settings("default"), dflash=False)
     flags = (("speculative-draft-kv-cache-dtype", "bf16"),)
     server = keeper.server(Settings("draft-bf16", dflash_flags=flags), dflash=True)
 
-    plain, dflash = (each.generate(prompts[:10], max_new_tokens=64, ignore_eos=True) for each in (default, server))
+    answers = server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
 
-    assert [answer["output_ids"] for answer in dflash] == [answer["output_ids"] for answer in plain]
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in default_answers]
     sizes = server.internal_state()["sglang_dflash"]["kv_bytes_per_token"]
     assert sizes == {"target": TARGET * 4, "drafter": DRAFTER * 2}
-    assert 10 * 63 / sum(answer["meta_info"]["spec_verify_ct"] for answer in dflash) > 3.5
+    assert num_cycles(answers) < 1.05 * num_cycles(default_answers)
