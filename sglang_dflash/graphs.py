@@ -254,6 +254,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def has(self, bs: int) -> bool:
         """Whether there is a graph for a batch size."""
+        if self.disable_padding:
+            return bs in self.capture_bs
         return self._min_bs <= bs <= self.max_bs
 
     def padded(self, bs: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils.common import is_pin_memory_available
+from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.accept import Acceptance
@@ -104,7 +104,7 @@ class Penalties:
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return _to_device(values, torch.int64, self._device)
+        return async_h2d(values, dtype=torch.int64, device=self._device)
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class _Parameters:
         padded = [(ids or [0]) + [(ids or [0])[0]] * (longest - max(len(ids), 1)) for ids in stops]
         min_new_tokens = [p.min_new_tokens if ids else 0 for p, ids in zip(params, stops, strict=True)]
         return cls(
-            *_to_device(penalties, torch.float32, device).T.contiguous().unbind(),
-            _to_device(min_new_tokens, torch.int64, device),
-            _to_device(padded, torch.int64, device),
+            *async_h2d(penalties, dtype=torch.float32, device=device).T.contiguous().unbind(),
+            async_h2d(min_new_tokens, dtype=torch.int64, device=device),
+            async_h2d(padded, dtype=torch.int64, device=device),
         )
 
     def suppress_stop_tokens(self, logits: torch.Tensor, generated: torch.Tensor) -> None:
@@ -158,8 +158,3 @@ def _stop_token_ids(req: Req) -> list[int]:
     if req.tokenizer.eos_token_id is not None:
         ids.add(req.tokenizer.eos_token_id)
     return sorted(ids)
-
-
-def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    pinned = torch.tensor(values, dtype=dtype, pin_memory=is_pin_memory_available(device))
-    return pinned.to(device, non_blocking=True)

@@ -79,11 +79,22 @@ def generate_request(
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
-        prompts = next((p for p in (obj.text, obj.input_ids, obj.input_embeds) if isinstance(p, list)), [])
-        num_prompts, n = max(len(prompts), 1), max((each.get("n") or 1 for each in params), default=1)
+        num_prompts, n = _num_prompts(obj), max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
             raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
     return original(manager, obj, *args, **kwargs)
+
+
+def _num_prompts(obj: GenerateReqInput) -> int:
+    """Of a request that SGLang has not looked at yet: it has one prompt, or a list of them."""
+    # Lists that one prompt is made of: text, token ids, embeddings of tokens.
+    for prompts, depth in ((obj.text, 0), (obj.input_ids, 1), (obj.input_embeds, 2)):
+        if prompts is not None:
+            inner = prompts
+            for _ in range(depth):
+                inner = inner[0] if isinstance(inner, list) and inner else None
+            return max(len(prompts), 1) if isinstance(inner, list) else 1
+    return 1
 
 
 def check_sampling_params(params: object, vocab_size: int) -> None:

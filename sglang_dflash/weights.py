@@ -45,6 +45,10 @@ def update_weights_from_disk(
     """AROUND `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
     if not manager.scheduler.spec_algorithm.is_dflash():
         return original(manager, recv_req)
+    if recv_req.recapture_cuda_graph:
+        message = "recapture_cuda_graph=true is not supported with DFLASH; its graphs read the new weights as they are."
+        logger.error(message)
+        return UpdateWeightFromDiskReqOutput(success=False, message=message, num_paused_requests=0)
     if not _is_drafter(recv_req.model_path):
         return original(replace(manager, draft_worker=None), recv_req)
     success, message = manager.draft_worker.update_drafter(recv_req.model_path, recv_req.load_format)

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
+    compute_position,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -26,6 +27,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import few_rows, ops
 from sglang_dflash.accept import Acceptance
@@ -202,6 +204,8 @@ class DFlashWorker(BaseSpecWorker):
         # Of greedy requests no rank needs the logits of the others.
         in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
         block, forward_batch, can_replay = self._block_batch(batch, is_plain, width, graphs)
+        # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
+        assert can_replay or graphs is None or width == self.block_size
 
         # 2. Draft the block and verify it as a causal chain, in one replay.
         grammar_tree = None
@@ -299,12 +303,11 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
-        positions = torch.cat(
-            [
-                torch.arange(prefix, prefix + extend)
-                for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
-            ]
-        ).to(self.device, non_blocking=True)
+        prefix_lens, extend_lens = (
+            async_h2d(lens, dtype=torch.int32, device=self.device) for lens in (batch.prefix_lens, batch.extend_lens)
+        )
+        backend = self.target_worker.model_runner.prefill_attention_backend_str
+        positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
         plan, result.kv_loc_plan = result.kv_loc_plan, None
         self._cycle.append_prompt(result.logits_output, positions, plan)
         _, hidden_states = self._cycle.split_hidden_states(result.logits_output)

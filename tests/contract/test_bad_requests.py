@@ -76,6 +76,14 @@ def undisturbed(server, good_text):
     assert text_of(server, GOOD) == good_text
 
 
+@pytest.mark.parametrize("prompt", [{"input_ids": [5] * 300}, {"text": "x = 1\n" * 100}])
+def test_many_answers_to_one_prompt(server, prompt):
+    """However long it is."""
+    response = post(server, "/generate", json=prompt | {"sampling_params": GREEDY | {"n": 17, "max_new_tokens": 2}})
+    assert response.status_code == 200, response.text
+    assert len(response.json()) == 17
+
+
 def sampling(**params) -> dict:
     return {"text": GOOD["text"], "sampling_params": GREEDY | params}
 
@@ -135,6 +143,8 @@ MALFORMED = {
     "grammar of a number": sampling(regex=5),
     "n is 0": sampling(n=0),
     "n is huge": sampling(n=10**9),
+    "n of many prompts": {"text": [GOOD["text"]] * 300, "sampling_params": GREEDY | {"n": 17}},
+    "n of many prompts of ids": {"input_ids": [[5, 6]] * 300, "sampling_params": GREEDY | {"n": 17}},
     "stop is a number": sampling(stop=5),
     "stop_regex is no regex": sampling(stop_regex="("),
     "sampling_params is a list": {"text": "x", "sampling_params": [1]},

@@ -87,7 +87,8 @@ class Settings:
 
     Attributes:
         name: for the tests' ids.
-        flags: of `launch_server`, without dashes; True stands for a flag without a value, None for one left out.
+        flags: of `launch_server`, without dashes; True stands for a flag without a value, a tuple for several values,
+            None for a flag left out.
         dflash_flags: flags that only the server with speculation gets.
         plain_flags: flags that only the server without speculation gets.
         env: environment variables.
@@ -112,7 +113,8 @@ class Settings:
         parts = [sys.executable, "-m", "sglang.launch_server"]
         for flag, value in flags.items():
             if value is not None:
-                parts += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+                values = () if value is True else value if isinstance(value, tuple) else (value,)
+                parts += [f"--{flag}", *map(str, values)]
         return tuple(parts)
 
 

@@ -115,3 +115,15 @@ def test_a_drafter_of_another_shape_is_refused(pair, prompts, tmp_path):
     assert refused.status_code == 400
     assert "intermediate_size=96" in refused.json()["message"]
     pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=64))
+
+
+@pytest.mark.parametrize("checkpoint", [TARGET_DIR, DRAFTER_DIR], ids=["target", "drafter"])
+def test_graphs_are_not_captured_again(pair, prompts, checkpoint):
+    """The worker replays those that it has."""
+    body = {"model_path": str(checkpoint), "recapture_cuda_graph": True}
+
+    refused = pair.dflash.try_post("/update_weights_from_disk", body)
+
+    assert refused.status_code == 400
+    assert "recapture_cuda_graph=true" in refused.json()["message"]
+    pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=64))
