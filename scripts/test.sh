@@ -24,7 +24,7 @@ step() {
     printf '=== %s passed in %d s\n' "$name" $((SECONDS - started))
 }
 
-pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore)
+pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
