@@ -192,6 +192,11 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         raise ConfigError(
             "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
         )
+    if envs.SGLANG_USE_HND_KVCACHE.get():
+        raise ConfigError(
+            "SGLANG_USE_HND_KVCACHE=1 is not supported with --speculative-algorithm DFLASH: the drafter's context is "
+            "written token by token, with all heads of one beside each other."
+        )
 
 
 def check_eagle_shape(server_args: ServerArgs) -> None:

@@ -259,6 +259,11 @@ def test_server_that_would_not_check_requests():
         assert refusal().startswith("SGLANG_RUST_SERVER=1 is not supported")
 
 
+def test_another_layout_of_kv():
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        assert refusal().startswith("SGLANG_USE_HND_KVCACHE=1 is not supported")
+
+
 @pytest.mark.skipif(not ON_CPU, reason="names what the CPU offers")
 def test_target_backend_does_not_suit_the_drafter():
     message = refusal(attention_backend="fa3")
