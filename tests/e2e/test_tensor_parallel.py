@@ -16,7 +16,7 @@ PLAIN = Settings("default")
 TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=TWO_CORES)
 SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=TWO_CORES + RETRACT)
 LOGGED_TWO_RANKS = Settings("tp2-logged", flags=(("tp-size", 2),), env=TWO_CORES + with_plugin("gather_check"))
-TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),))
+TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),), env=TWO_CORES)
 
 
 @pytest.fixture
