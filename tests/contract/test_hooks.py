@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
-import subprocess
-import sys
 
+import processes
 import pytest
 import torch
+from serving import ENV
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_flashinfer_available
@@ -75,15 +74,27 @@ def in_turn(function, arguments):
 """
 
 
-def run_python(body: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + body], env=os.environ | env, capture_output=True, text=True, timeout=180
-    )
+@pytest.fixture
+def run_python(tmp_path):
+    """Runs code after `PRELUDE`: its exit status, stdout and stderr.
+
+    Spawned, it imports what it needs, before the plugins are loaded and after; else SGLang was imported before.
+    """
+
+    def run(body: str, spawn: bool = False, **env: str) -> tuple[int, str, str]:
+        return processes.run(["-c", PRELUDE + body], ENV | env, tmp_path, spawn=spawn)
+
+    return run
 
 
-def last_json(run: subprocess.CompletedProcess) -> object:
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+def last_json(run: tuple[int, str, str]) -> object:
+    status, stdout, stderr = run
+    assert status == 0, stderr[-4000:]
+    return json.loads(stdout.splitlines()[-1])
+
+
+def last_line(stderr: str) -> str:
+    return stderr.strip().splitlines()[-1]
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------
@@ -127,8 +138,8 @@ print(json.dumps(in_turn(start, [hook.target for hook in integration.HOOKS])))
 """
 
 
-def test_missing_hook_stops_dflash_and_nothing_else():
-    errors = last_json(run_python(LOSE_EACH_IN_TURN))
+def test_missing_hook_stops_dflash_and_nothing_else(run_python):
+    errors = last_json(run_python(LOSE_EACH_IN_TURN, spawn=True))
     assert list(errors) == [hook.target for hook in HOOKS]
     for target, error in errors.items():
         assert error is not None, f"DFLASH starts without {target}"
@@ -138,10 +149,11 @@ def test_missing_hook_stops_dflash_and_nothing_else():
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a machine without a GPU")
-def test_missing_cpu_plugin_stops_dflash_and_nothing_else():
-    run = run_python("load_plugins()\nresolve(dflash=False)\nprint(1)\nresolve(dflash=True)", SGLANG_PLUGINS="dflash")
-    assert run.stdout.splitlines()[-1] == "1", run.stderr[-4000:]
-    assert "HookError: SGLang has not loaded the plugin dflash_cpu" in run.stderr.strip().splitlines()[-1]
+def test_missing_cpu_plugin_stops_dflash_and_nothing_else(run_python):
+    body = "load_plugins()\nresolve(dflash=False)\nprint(1)\nresolve(dflash=True)"
+    _, stdout, stderr = run_python(body, spawn=True, SGLANG_PLUGINS="dflash")
+    assert stdout.splitlines()[-1] == "1", stderr[-4000:]
+    assert "HookError: SGLang has not loaded the plugin dflash_cpu" in last_line(stderr)
 
 
 # --- another SGLang -------------------------------------------------------------------------------------------------
@@ -168,7 +180,7 @@ print(json.dumps(in_turn(lambda name: asking[name](), asking)))
 """
 
 
-def test_other_source_refuses_dflash_and_nothing_else():
+def test_other_source_refuses_dflash_and_nothing_else(run_python):
     errors = last_json(run_python(OTHER_SOURCE + ASK_IN_TURN))
     assert errors.pop("others") is None
     assert len(errors) == 3
@@ -180,7 +192,7 @@ def test_other_source_refuses_dflash_and_nothing_else():
         assert "SGLANG_PLUGINS=none" in message
 
 
-def test_other_version_with_the_same_source_serves_dflash():
+def test_other_version_with_the_same_source_serves_dflash(run_python):
     """Servers that want something else compare nothing."""
     body = """
 load_plugins()
@@ -200,9 +212,9 @@ load_plugins()
 """
 
 
-def test_plugin_that_does_not_load_says_what_differs():
-    run = run_python(OTHER_SOURCE + BROKEN_PLUGIN + "resolve(dflash=True)")
-    assert f"changed: {CREATE_WORKER}; missing: sglang.srt.gone.function." in run.stderr.strip().splitlines()[-1]
+def test_plugin_that_does_not_load_says_what_differs(run_python):
+    _, _, stderr = run_python(OTHER_SOURCE + BROKEN_PLUGIN + "resolve(dflash=True)")
+    assert f"changed: {CREATE_WORKER}; missing: sglang.srt.gone.function." in last_line(stderr)
 
 
 KEEP_EACH_IN_TURN = f"""
@@ -227,7 +239,7 @@ print(json.dumps(in_turn(start, TARGETS)))
 """
 
 
-def test_plugin_that_does_not_load_refuses_dflash_in_each_place_and_nothing_else():
+def test_plugin_that_does_not_load_refuses_dflash_in_each_place_and_nothing_else(run_python):
     errors = last_json(run_python(KEEP_EACH_IN_TURN))
     assert len(errors) == 4
     for target, error in errors.items():
@@ -235,22 +247,21 @@ def test_plugin_that_does_not_load_refuses_dflash_in_each_place_and_nothing_else
         assert "could not be loaded" in error[1], target
 
 
-def test_scheduler_that_nothing_else_has_checked():
+def test_scheduler_that_nothing_else_has_checked(run_python):
     """Even where all hooks are lost that a server's arguments and its worker go by."""
     lost = (CREATE_WORKER, RESOLVE_ARGUMENTS, GUARDED[0], "sglang.srt.arg_groups.speculative_hook._handle_dflash")
     start = "from sglang.srt.managers.scheduler import Scheduler; Scheduler(arguments(dflash=True), None)"
-    run = run_python(f"lose(*{lost})\nload_plugins()\n{start}")
-    last = run.stderr.strip().splitlines()[-1]
-    assert "HookError: sglang-dflash could not hook into SGLang at: " in last
-    assert CREATE_WORKER in last
+    _, _, stderr = run_python(f"lose(*{lost})\nload_plugins()\n{start}")
+    assert "HookError: sglang-dflash could not hook into SGLang at: " in last_line(stderr)
+    assert CREATE_WORKER in last_line(stderr)
 
 
-def test_plugins_none_leaves_sglang_alone():
+def test_plugins_none_leaves_sglang_alone(run_python):
     """`SGLANG_PLUGINS=none` is how a user gets the in-tree worker back."""
     body = f"""
 import pkgutil
 load_plugins()
 print(json.dumps(hasattr(pkgutil.resolve_name({CREATE_WORKER!r}), "__wrapped__")))
 """
-    assert last_json(run_python(body, SGLANG_PLUGINS="none")) is False
+    assert last_json(run_python(body, spawn=True, SGLANG_PLUGINS="none")) is False
     assert hasattr(pkgutil.resolve_name(CREATE_WORKER), "__wrapped__")

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from bench.ports import claim_port
 from resolving import ON_CPU, checkpoint, drafter_with
+from serving import ENV
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
-def launch(tmp_path: Path, *flags: str) -> str:
-    """What `launch_server` writes to stderr before it ends by itself, in error."""
+def launch(tmp_path: Path, *flags: str, spawn: bool = False) -> str:
+    """What `launch_server` writes to stderr before it ends by itself, in error.
+
+    One that its main process refuses, and one that its scheduler does, are spawned as users' are.
+    """
     port, claim = claim_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--max-total-tokens", "4096"]
-    command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
-    stderr = tmp_path / "stderr"
-    with claim, stderr.open("wb") as file:
-        server = subprocess.Popen(
-            [*command, "--speculative-algorithm", "DFLASH", *flags],
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-            start_new_session=True,
+    arguments = ["-m", "sglang.launch_server", "--port", str(port), "--max-total-tokens", "4096"]
+    arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+    with claim:
+        status, _, stderr = processes.run(
+            [*arguments, "--speculative-algorithm", "DFLASH", *flags], ENV, tmp_path, spawn=spawn
         )
-        try:
-            status = server.wait(timeout=180)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            pytest.fail(f"still running:\n{stderr.read_text()[-4000:]}")
     assert status != 0
-    return stderr.read_text()
+    return stderr
 
 
 on_cpu = pytest.mark.skipif(not ON_CPU, reason="serves on the CPU")
@@ -47,7 +39,7 @@ def target_and_drafter(target: object, drafter: object) -> list[str]:
 
 @on_cpu
 def test_server_without_drafter(tmp_path):
-    stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, "/no/such/drafter"))
+    stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, "/no/such/drafter"), spawn=True)
     last = stderr.strip().splitlines()[-1]
     assert last.endswith(
         "ConfigError: --speculative-draft-model-path /no/such/drafter: there is no such checkpoint "
@@ -72,7 +64,7 @@ def test_server_with_wrong_tensors(tmp_path):
         "lm_head.weight": torch.zeros(2, 3),
     }
     drafter = checkpoint(DRAFTER_DIR, tmp_path / "drafter", tensors=tensors)
-    stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, drafter))
+    stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, drafter), spawn=True)
     [error] = [line for line in stderr.splitlines() if "config.ConfigError: " in line]
     assert f"drafter {drafter} does not load: " in error
     for problem in (

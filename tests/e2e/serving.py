@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import processes
 import requests
 import torch
 from bench.ports import claim_port
@@ -107,10 +107,11 @@ class Settings:
     def block_size(self) -> int:
         return dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
 
-    def command(self, dflash: bool) -> tuple[str, ...]:
+    def arguments(self, dflash: bool) -> tuple[str, ...]:
+        """Of `launch_server`."""
         flags = FLAGS | dict(self.flags)
         flags |= DFLASH_FLAGS | dict(self.dflash_flags) if dflash else dict(self.plain_flags)
-        parts = [sys.executable, "-m", "sglang.launch_server"]
+        parts = []
         for flag, value in flags.items():
             if value is not None:
                 values = () if value is True else value if isinstance(value, tuple) else (value,)
@@ -164,15 +165,10 @@ class Server:
         self._http = requests.Session()
         self._http.trust_env = False
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*settings.command(dflash), "--host", "127.0.0.1", *ports],
-                env=os.environ | ENV | dict(settings.env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
+        # Servers of default flags are started as users start theirs.
+        spawn = not (settings.flags or settings.dflash_flags or settings.plain_flags)
+        self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=spawn)
         atexit.register(self.stop)
 
     def wait_until_ready(self) -> None:
@@ -180,7 +176,7 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if not self.is_running():
-                raise ServerError(f"the server ended with status {self._process.returncode}\n{self.log_tail()}")
+                raise ServerError(f"the server has ended\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"the server is not ready after {START_SECONDS} s\n{self.log_tail()}")
             time.sleep(0.2)
@@ -201,13 +197,13 @@ class Server:
             return False
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_running()
 
     def stop(self) -> None:
         """End the server and every process that it started."""
         atexit.unregister(self.stop)
         self._http.close()
-        end_process_group(self._process)
+        self._process.end()
         self._port_claim.close()
 
     def log(self) -> str:
@@ -374,7 +370,7 @@ class ServerKeeper:
 
     def _get(self, wanted: list[tuple[Settings, bool]]) -> list[Server]:
         # Servers without speculation are the same whatever DFLASH's flags are.
-        keys = [(settings.command(dflash), settings.env) for settings, dflash in wanted]
+        keys = [(settings.arguments(dflash), settings.env) for settings, dflash in wanted]
         # One that a test has brought down must not fail the next tests as well.
         self._servers = {key: server for key, server in self._servers.items() if server.is_running()}
         spare = [key for key in self._servers if key not in keys]

@@ -1,0 +1,160 @@
+"""Programs that use SGLang, in processes of their own: started from nothing, or forked from one that has imported it.
+
+A program is what follows `python` on a command line, `-m MODULE ...` or `-c CODE`. It leads a session, which nothing of
+SGLang leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+# A process that has asked CUDA's driver for anything cannot fork others that use it.
+CAN_FORK = not torch.cuda.is_available()
+
+
+class Process:
+    """A running program, by its process id."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def is_running(self) -> bool:
+        return not self._has_ended(0)
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit status once it has ended; None: it still runs after so many seconds."""
+        return self._status() if self._has_ended(timeout) else None
+
+    def end(self) -> None:
+        """Kill it and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._has_ended(None)
+        os.close(self._pidfd)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        return bool(select.select([self._pidfd], [], [], timeout)[0])
+
+    def _status(self) -> int:
+        raise NotImplementedError
+
+
+class Spawned(Process):
+    def __init__(self, arguments: list[str], env: dict[str, str], stdout: Path, stderr: Path) -> None:
+        with stdout.open("ab") as output, stderr.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        super().__init__(self._process.pid)
+
+    def end(self) -> None:
+        super().end()
+        self._status()
+
+    def _status(self) -> int:
+        return self._process.wait()
+
+
+class Forked(Process):
+    def __init__(self, pid: int, launcher: Launcher) -> None:
+        super().__init__(pid)
+        self._launcher = launcher
+
+    def _status(self) -> int:
+        return self._launcher.ask(self.pid)
+
+
+class Launcher:
+    """`launcher.py` in an environment, which its programs share. It ends with this process."""
+
+    def __init__(self, env: dict[str, str], log_path: Path) -> None:
+        self._log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("launcher.py")],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def start(self, arguments: list[str], stdout: Path, stderr: Path) -> Forked:
+        request = {"arguments": arguments, "stdout": str(stdout), "stderr": str(stderr)}
+        return Forked(self.ask(request), self)
+
+    def ask(self, request: dict | int) -> int:
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"launcher.py has ended\n{self._log_path.read_text(errors='replace')[-4000:]}"
+        return int(answer)
+
+    def stop(self) -> None:
+        """Its programs go on."""
+        self._process.communicate()
+
+
+# By their environments; those used last are kept.
+_launchers: dict[tuple, Launcher] = {}
+_MAX_LAUNCHERS = 2
+
+
+def _launcher(env: dict[str, str], log_path: Path) -> Launcher:
+    key = tuple(sorted(env.items()))
+    launcher = _launchers.pop(key, None)
+    if launcher is None:
+        if len(_launchers) == _MAX_LAUNCHERS:
+            _launchers.pop(next(iter(_launchers))).stop()
+        launcher = Launcher(env, log_path)
+    _launchers[key] = launcher
+    return launcher
+
+
+def start(
+    arguments: list[str], env: dict[str, str], stdout: Path, stderr: Path | None = None, *, spawn: bool = False
+) -> Process:
+    """Start a program.
+
+    Args:
+        arguments: of `python`.
+        env: what its environment has beside this process's.
+        stdout: a file.
+        stderr: a file; None: that of `stdout`.
+        spawn: start it from nothing, as users do, whose every process imports SGLang. So does a machine with a GPU.
+    """
+    stderr = stderr or stdout
+    env = os.environ | env
+    # Pytest changes it with every test.
+    env.pop("PYTEST_CURRENT_TEST", None)
+    if spawn or not CAN_FORK:
+        return Spawned(arguments, env, stdout, stderr)
+    return _launcher(env, stdout.with_suffix(".launcher")).start(arguments, stdout, stderr)
+
+
+def run(arguments: list[str], env: dict[str, str], folder: Path, *, spawn: bool = False) -> tuple[int, str, str]:
+    """Run a program that writes its files to `folder`: its exit status, what it wrote to stdout, and to stderr."""
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    process = start(arguments, env, stdout, stderr, spawn=spawn)
+    try:
+        status = process.wait(180)
+    finally:
+        process.end()
+    assert status is not None, f"still running:\n{stderr.read_text()[-4000:]}"
+    return status, stdout.read_text(), stderr.read_text()
