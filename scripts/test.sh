@@ -28,23 +28,28 @@ pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
-# A process of its own: Triton's interpreter is chosen when Triton is imported. It keeps one core busy, beside tests that
-# mostly wait for processes of theirs.
-kernels_log="$(mktemp)"
-"${pytest[@]}" tests/kernels >"$kernels_log" 2>&1 &
-kernels=$!
-trap 'kill "$kernels" 2>/dev/null || true; rm -f "$kernels_log"' EXIT
-finish_kernels() {
+# What Triton's interpreter runs keeps one core busy, beside tests that mostly wait for processes of theirs. These are
+# processes of their own anyway: the interpreter is chosen when Triton is imported.
+log="$(mktemp)"
+beside=
+trap 'kill $beside 2>/dev/null || true; rm -f "$log"' EXIT
+start_beside() {
+    "${pytest[@]}" "$@" >"$log" 2>&1 &
+    beside=$!
+}
+finish_beside() {
     local status=0
-    wait "$kernels" || status=$?
-    cat "$kernels_log"
+    wait "$beside" || status=$?
+    cat "$log"
     return "$status"
 }
+start_beside tests/kernels
 step "tests/unit" "${pytest[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" tests/contract
-step "tests/kernels" finish_kernels
+step "tests/kernels" finish_beside
+start_beside tests/e2e -m slow
 step "tests/gpu" "${pytest[@]}" tests/gpu
 step "tests/e2e" "${pytest[@]}" tests/e2e -m "not slow"
-step "tests/e2e, slow" "${pytest[@]}" tests/e2e -m slow
+step "tests/e2e, slow" finish_beside
 
 printf '\nAll passed in %d min %d s.\n' $((SECONDS / 60)) $((SECONDS % 60))

@@ -4,6 +4,8 @@ A test names its settings by `@pytest.mark.parametrize("settings", [...], indire
 `settings` has the session's scope, pytest runs all tests of the same settings together, so each pair starts once.
 """
 
+import signal
+
 import pytest
 import torch
 from oracle import Oracle
@@ -11,6 +13,11 @@ from serving import ServerKeeper
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+
+
+def pytest_configure():
+    # A run that is terminated takes its servers along, as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

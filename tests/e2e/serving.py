@@ -167,8 +167,8 @@ class Server:
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
         # Servers of default flags are started as users start theirs.
-        spawn = not (settings.flags or settings.dflash_flags or settings.plain_flags)
-        self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=spawn)
+        self.is_spawned = not (settings.flags or settings.dflash_flags or settings.plain_flags)
+        self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=self.is_spawned)
         atexit.register(self.stop)
 
     def wait_until_ready(self) -> None:
@@ -340,9 +340,9 @@ def assert_same_answers(dflash: Any, plain: Any) -> None:
 
 
 class ServerKeeper:
-    """Starts servers on demand, and keeps two: those which were used last."""
+    """Starts servers on demand, and keeps a few: first those that take long to start, then those used last."""
 
-    CAPACITY = 2
+    CAPACITY = 4
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -374,6 +374,7 @@ class ServerKeeper:
         # One that a test has brought down must not fail the next tests as well.
         self._servers = {key: server for key, server in self._servers.items() if server.is_running()}
         spare = [key for key in self._servers if key not in keys]
+        spare.sort(key=lambda key: self._servers[key].is_spawned)
         missing = [key for key in keys if key not in self._servers]
         while spare and len(self._servers) + len(missing) > self.CAPACITY:
             self._servers.pop(spare.pop(0)).stop()

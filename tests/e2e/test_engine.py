@@ -15,9 +15,8 @@ MAX_NEW_TOKENS = 80
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, prompts, keeper):
+def results(tmp_path_factory, prompts):
     """What `offline.py` writes."""
-    keeper.stop()
     folder = tmp_path_factory.mktemp("offline")
     request = {
         "input_ids": prompts[:12],
