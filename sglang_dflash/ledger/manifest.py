@@ -309,7 +309,7 @@ USES = (
     ),
     Use(
         "flashinfer_window.py",
-        "leaves the window out of a block's plan",
+        "leaves the window out of a block's plan, and a split size",
         (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
     ),
     # --- models and layers ------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ HOOKED = (
     ('sampling.py', 'hooked: the tokens of a seeded request change with the filters of the requests beside it', 'sglang.srt.layers.sampler.Sampler._sample_from_probs'),
     ('integration.py', 'hooked: users and benchmarks must be able to tell which DFLASH worker serves', 'sglang.srt.managers.scheduler.Scheduler.get_internal_state'),
     ('fa3_blocks.py', 'hooked: each layer of a verified block copies its queries and schedules its attention anew', 'sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend'),
-    ('flashinfer_window.py', 'hooked: row j of a block sees j keys too many in every sliding layer', 'sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward'),
+    ('flashinfer_window.py', 'hooked: row j of a block sees j keys too many in every sliding layer, and under deterministic inference too the split of its KV depends on the batch', 'sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward'),
     ('cpu/hooks.py', "hooked: it rounds `input_embeds` to bfloat16 whatever the model's dtype", 'sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs'),
     ('cpu/hooks.py', "hooked: it refuses CPU logits, which a single grammar's own method takes", 'sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask'),
     ('cpu/hooks.py', "hooked: sampling by a request's seed launches a Triton kernel", 'sglang.kernels.ops.sampling.murmur_hash.murmur_hash32'),
