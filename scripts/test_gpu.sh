@@ -28,7 +28,7 @@ run_one() {
     grep -E "identical|per cycle|alike|part" "$log" | grep -v "^E \|^FAILED\|assert" | sort -u | head -12 | sed 's/^/    /'
 }
 export -f run_one
-printf '%s\n' "${tests[@]}" | xargs -P "$processes" -I TEST bash -c 'run_one "$@"' _ "$out" "$seconds" TEST "${pytest[@]}" |
+printf '%s\n' "${tests[@]}" | xargs -d '\n' -P "$processes" -I TEST bash -c 'run_one "$@"' _ "$out" "$seconds" TEST "${pytest[@]}" |
     tee "$out/table.txt"
 if [ $# -eq 0 ]; then
     run_one "$out" "$seconds" "$alone" "${pytest[@]}" | tee -a "$out/table.txt"

@@ -40,7 +40,8 @@ _MLA = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "q_lora_rank": 128,
-    "kv_lora_rank": 512,
+    # With the 64 below, a width that Triton's kernels have room for in float32 too.
+    "kv_lora_rank": 128,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,

@@ -138,8 +138,8 @@ def test_fewer_rows_verified(backend, plain, tmp_path):
 
 @pytest.mark.gpu
 def test_fp8_kv(plain, tmp_path):
-    """Keys and values of target and drafter in a byte each: the text is what the target alone writes with such ones, and
-    drafts fit it as well as they fit its text in bf16."""
+    """Keys and values of target and drafter in a byte each: the text is what the target alone writes with such ones,
+    and drafts fit it as well as they fit its text in bf16."""
     flags = ("--kv-cache-dtype", "fp8_e4m3")
     plain, dflash = plain("triton", *flags), generate(tmp_path, "triton", "triton", *flags)
     assert dflash["worker"]["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}
