@@ -39,6 +39,9 @@ class Process:
         """Kill it and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # It may not lead a session yet.
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self._has_ended(None)
         os.close(self._pidfd)
 
