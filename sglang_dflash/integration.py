@@ -92,6 +92,13 @@ HOOKS = [
         until="the worker may name the layers to capture",
     ),
     Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
+        kind=HookType.AROUND,
+        function=memory.leave_memory_for_cycles,
+        why="the pools would take the memory for the logits of whole blocks, and for the sampler",
+        until="a worker may say what it needs beside the pools",
+    ),
+    Hook(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         kind=HookType.AROUND,
         function=memory.req_to_token_headroom,

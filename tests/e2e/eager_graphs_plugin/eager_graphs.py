@@ -88,6 +88,8 @@ def register() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     from sglang_dflash import few_rows, graphs
+    from sglang_dflash.sampling import sampler_bytes
+    from sglang_dflash.settings import SETTINGS
     from sglang_dflash.worker import DFlashWorker
 
     empty = torch.empty
@@ -113,7 +115,9 @@ def register() -> None:
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
     graphs.block_plan = Plan
     # A CPU is always busy; noise must not decide which sizes are captured.
-    graphs.BUSY = 0
+    SETTINGS.busy = 0
+    # SGLang's sampler gets two requests of the tiny target at a time.
+    SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
     # Of one or two blocks, as on a GPU for larger weights.
     few_rows.is_faster = lambda weight, num_columns: True
 
