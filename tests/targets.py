@@ -133,7 +133,7 @@ TARGETS = {
         backends=(),
     ),
     "gemma4": Target(
-        _COMMON
+        {name: value for name, value in _COMMON.items() if name not in ("rope_theta", "rope_scaling")}
         | {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
