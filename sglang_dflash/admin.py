@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -135,17 +136,16 @@ def set_internal_state(
     return original(controller, recv_req)
 
 
-def resume_memory_occupation(
-    original, manager: SchedulerWeightUpdaterManager, recv_req: ResumeMemoryOccupationReqInput
-) -> ResumeMemoryOccupationReqOutput:
-    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`, which forgets the tags before one that fails."""
+def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+    """AROUND `release_memory_occupation` and `resume_memory_occupation` of `SchedulerWeightUpdaterManager`:
+    torch_memory_saver ends a process that does either twice, and SGLang forgets the tags before one that fails."""
     if manager.scheduler.spec_algorithm.is_dflash():
         recv_req.tags = list(dict.fromkeys(recv_req.tags or GPU_MEMORY_ALL_TYPES))
+        is_release = isinstance(recv_req, ReleaseMemoryOccupationReqInput)
         for tag in recv_req.tags:
-            if tag not in manager.offload_tags:
-                raise AdminError(
-                    f"tags has {tag!r}, whose memory is not released; released is {sorted(manager.offload_tags)}."
-                )
+            if (tag in manager.offload_tags) == is_release:
+                state = "is released already" if is_release else "is not released"
+                raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
     return original(manager, recv_req)
 
 
@@ -173,6 +173,8 @@ def _check_profile(recv_req: ProfileReq) -> None:
             raise AdminError(f"{name}={getattr(recv_req, name)!r} is a part of file names, which have no slash.")
     if recv_req.output_dir is not None:
         try:
-            Path(recv_req.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
+            folder = Path(recv_req.output_dir).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
         except (OSError, RuntimeError, ValueError) as error:
-            raise AdminError(f"output_dir={recv_req.output_dir!r} cannot be made: {error}") from error
+            raise AdminError(f"output_dir={recv_req.output_dir!r} cannot be written to: {error}") from error

@@ -223,12 +223,15 @@ HOOKS = [
         why="acceptance thresholds would be accepted, shown and ignored",
         until="SGLang asks the worker what may be set",
     ),
-    Hook(
-        target=f"{_WEIGHT_UPDATER}.resume_memory_occupation",
-        kind=HookType.AROUND,
-        function=admin.resume_memory_occupation,
-        why="a request to resume what is not released forgets some of what is",
-        until="resume_memory_occupation checks all tags first",
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{method}",
+            kind=HookType.AROUND,
+            function=admin.check_memory_tags,
+            why="memory that is released or resumed twice ends the server",
+            until="SGLang checks all tags first",
+        )
+        for method in ("release_memory_occupation", "resume_memory_occupation")
     ),
     Hook(
         target=f"{_COMPONENTS}.profiler_manager.SchedulerProfilerManager._profile",

@@ -433,7 +433,11 @@ USES = (
     Use(
         "admin.py",
         "rid has the message of an answer that has no field for it; tags are told apart and completed",
-        (f"{_RELOADS}.BaseReq.rid", f"{_RELOADS}.ResumeMemoryOccupationReqInput.tags"),
+        (
+            f"{_RELOADS}.BaseReq.rid",
+            f"{_RELOADS}.ReleaseMemoryOccupationReqInput.tags",
+            f"{_RELOADS}.ResumeMemoryOccupationReqInput.tags",
+        ),
     ),
     Use(
         "weights.py",
