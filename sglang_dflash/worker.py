@@ -47,7 +47,6 @@ from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, Part
 from sglang_dflash.verify_width import VerifyWidth, verify_widths
 from sglang_dflash.version import __version__
-from sglang_dflash.weights import differences
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,9 @@ class DFlashWorker(BaseSpecWorker):
             runners = (self.target_worker.model_runner, self.draft_model_runner)
             weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
-            self._seconds_per_kv_token = self._graphs.least_seconds * kv_bytes / weight_bytes
+            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
+            # Ranks have parts of different sizes, and all of them choose the same width.
+            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -186,10 +187,7 @@ class DFlashWorker(BaseSpecWorker):
         self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
-        """Take the drafter's weights from another checkpoint of the same shape; if it has another, False and why."""
-        problems = differences(path, self.draft_model_runner.model.dflash_config)
-        if problems:
-            return False, f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}."
+        """Take the drafter's weights from another checkpoint of the same shape."""
         success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
         if success:
             self._cycle.reload_weights()

@@ -457,6 +457,25 @@ USES = (
             f"{_RELOADS}.UpdateWeightsFromDistributedReqInput.selector",
         ),
     ),
+    Use(
+        "admin.py",
+        "handlers of requests are exchanged in its table",
+        (f"{_SCHEDULER}._request_dispatcher", "sglang.utils.TypeBasedDispatcher"),
+    ),
+    Use(
+        "admin.py",
+        "rid has the message of an answer that has no field for it; tags are told apart and completed",
+        (
+            f"{_RELOADS}.BaseReq.rid",
+            f"{_RELOADS}.ReleaseMemoryOccupationReqInput.tags",
+            f"{_RELOADS}.ResumeMemoryOccupationReqInput.tags",
+        ),
+    ),
+    Use(
+        "weights.py",
+        "copied for an update of the target, without the drafter",
+        ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
+    ),
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(
         "cpu/torch_native.py",
