@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-# Per request: B output tokens, the accept length, the bonus token, the new sequence length.
+# Per request: W output tokens, the accept length, the bonus token, the new sequence length.
 _SCALARS_PER_REQUEST = 3
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Views into one flat int64 buffer `packed` of `[bs * B tokens | bs accept lengths | bs bonus | bs lengths]`.
+    """Views into one flat int64 buffer `packed` of `[bs * W tokens | bs accept lengths | bs bonus | bs lengths]`.
 
     Attributes:
-        out_tokens: [bs, B]; the first `accept_lens` of a row are committed, the last of them is the bonus token.
-        accept_lens: [bs] in [1, B], the bonus token included.
+        out_tokens: [bs, W]; the first `accept_lens` of a row are committed, the last of them is the bonus token.
+        accept_lens: [bs] in [1, W], the bonus token included.
         bonus_tokens: [bs].
         new_seq_lens: [bs], `seq_lens + accept_lens`.
     """
@@ -36,6 +36,13 @@ class Acceptance:
     def empty(cls, bs: int, block_size: int, device: torch.device) -> Acceptance:
         packed = torch.empty(bs * (block_size + _SCALARS_PER_REQUEST), dtype=torch.int64, device=device)
         return cls.of(packed, bs, block_size)
+
+    def put(self, index: torch.Tensor, part: Acceptance) -> None:
+        """Overwrite what was decided for the requests at `index`, [n] int64, by `part`, of n requests."""
+        self.out_tokens[index] = part.out_tokens
+        self.accept_lens[index] = part.accept_lens
+        self.bonus_tokens[index] = part.bonus_tokens
+        self.new_seq_lens[index] = part.new_seq_lens
 
     def take(self, bs: int) -> Acceptance:
         """A copy of the first `bs` requests that the next replay of the graph cannot overwrite."""

@@ -170,6 +170,12 @@ def handle_dflash(server_args: ServerArgs) -> None:
         speculative_draft_attention_backend=backend,
         speculative_draft_model_quantization=None,
     )
+    if cfg.enable_memory_saver and not (cfg.enable_weights_cpu_backup or cfg.enable_draft_weights_cpu_backup):
+        declare_resolution(server_args, _SOURCE, enable_draft_weights_cpu_backup=True)
+        logger.info(
+            "The drafter's weights are kept in host memory while their GPU memory is released: whoever brings the "
+            "target's new weights has none for the drafter."
+        )
     if cfg.max_running_requests is None:
         declare_resolution(server_args, _SOURCE, max_running_requests=48)
         logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")

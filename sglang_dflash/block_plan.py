@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.common import is_flashinfer_available
@@ -113,8 +114,51 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
     return ReplayPlan(backend)
 
 
+# Of one entry in the lists of KV slots that these attention backends keep for the blocks of a graph.
+INDEX_BYTES = {"flashinfer": torch.int32.itemsize, "triton": torch.int64.itemsize}
+# Entries that FlashInfer adds to such a list (`FlashInferIndicesUpdaterPrefill.call_begin_forward`).
+_SPARE_INDICES = 256
+
+
+def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None) -> None:
+    """Have a backend, which has no buffers for graphs yet, list the KV slots of a batch of blocks once per request.
+
+    SGLang makes room for a context per token, as trees of drafts need it, and for their masks. Blocks are chains.
+
+    Args:
+        whole: of the same kind, for wider blocks: no two widths are in use at a time, so its lists serve both.
+    """
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    is_flashinfer = _is_flashinfer(backend)
+    if not is_flashinfer and type(backend) is not TritonAttnBackend:
+        return
+    init_cuda_graph_state = backend.init_cuda_graph_state
+
+    def init_bounded(max_bs: int, max_num_tokens: int) -> None:
+        if whole is None:
+            # A cycle may be planned with lengths that have its block twice.
+            max_len = backend.req_to_token_pool.req_to_token.shape[1] + max_num_tokens // max_bs
+            dtype = torch.int32 if is_flashinfer else torch.int64
+            size = max_bs * max_len + _SPARE_INDICES
+            kv_indices = torch.zeros(size, dtype=dtype, device=backend.req_to_token_pool.device)
+        else:
+            kv_indices = whole.cuda_graph_kv_indices[0] if is_flashinfer else whole.cuda_graph_kv_indices
+        init_cuda_graph_state(max_bs, max_num_tokens, kv_indices_buf=kv_indices)
+        if is_flashinfer:
+            backend.cuda_graph_custom_mask = None
+            if whole is not None:
+                backend.cuda_graph_kv_indices = whole.cuda_graph_kv_indices
+
+    backend.init_cuda_graph_state = init_bounded
+
+
 def is_planned_from_bounds(backend: AttentionBackend) -> bool:
     """Whether a backend that asks for sequence lengths on the CPU needs no more than upper bounds for blocks."""
+    return _is_flashinfer(backend)
+
+
+def _is_flashinfer(backend: AttentionBackend) -> bool:
     if not is_flashinfer_available():
         return False
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend

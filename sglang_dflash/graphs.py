@@ -1,9 +1,9 @@
 """One CUDA graph per batch size for a whole decode cycle: draft, verify, accept, append.
 
-The graph is SGLang's own of the target's TARGET_VERIFY forward, with our steps recorded before and behind it. The host
-then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
+The graph is SGLang's own of the target's TARGET_VERIFY forward, with the rest of `DecodeCycle.run` recorded around it.
+The host then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
 
-Shapes: P requests of a graph, W rows of each block: B, or fewer with `--speculative-adaptive`.
+Shapes: P requests of a graph, W tokens of each block: B, or fewer with `--speculative-adaptive`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.accept import Acceptance
-from sglang_dflash.block_plan import block_plan
-from sglang_dflash.cycle import DecodeCycle
+from sglang_dflash.block_plan import BlockPlan, block_plan, bound_index_buffer
+from sglang_dflash.cycle import DecodeCycle, Step
 from sglang_dflash.fa3_blocks import shared_schedules
 from sglang_dflash.info import DFlashVerifyInput
-from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.reference.sample_rows import DrawParameters
+from sglang_dflash.settings import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +40,21 @@ logger = logging.getLogger(__name__)
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
 _COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 
-# Blocks of fewer rows are for batches whose cycles take so many times as long as the shortest: smaller ones wait for
-# weights, however many rows there are.
-BUSY = 1.05
-_TIMED_REPLAYS = 3
-
 
 @dataclass(frozen=True)
-class _Captured:
-    """What a graph leaves behind; the next replay of its size overwrites it.
+class _Graph:
+    """What one graph holds, of P requests; the next replay of as many overwrites it.
 
     Attributes:
-        batch: of the graph's static buffers.
-        has_drafted: recorded inside the graph, when the block is on the CPU, before the target has verified it.
-        accepted: by the target's plain tokens (`DecodeCycle.accept_plain`); the drafter's context has these rows.
+        batch: of its static buffers.
+        drafts: [P, W] int64, pinned: the blocks, on the CPU before the target has verified them.
+        has_drafted: recorded inside the graph, when they are.
+        accepted: by the target's plain tokens (`DecodeCycle.accept_plain`).
         layouts: of the attention backends, which may own memory that the graph reads.
     """
 
     batch: ForwardBatch
+    drafts: torch.Tensor
     has_drafted: torch.cuda.Event
     accepted: Acceptance
     layouts: tuple
@@ -65,7 +62,7 @@ class _Captured:
 
 @dataclass(frozen=True)
 class GraphBlocks:
-    """Views of a graph's buffers for bs requests, kept: slicing anew is a twentieth of what a cycle costs the host.
+    """Views of the buffers that all graphs read, kept: slicing anew is a twentieth of what a cycle costs the host.
 
     Attributes:
         padded: blocks of as many requests as the graph has.
@@ -74,6 +71,36 @@ class GraphBlocks:
 
     padded: Block
     block: Block
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The :class:`sglang_dflash.cycle.Forwards` of a cycle that is being recorded.
+
+    Attributes:
+        draft_backend, draft_plan, target_plan: for blocks of W tokens.
+        forward: the target's, as SGLang captures it.
+        drafts: [P, W] int64, pinned, takes the blocks.
+        has_drafted: external: the host waits for it while the rest of the graph runs.
+    """
+
+    draft_backend: AttentionBackend
+    draft_plan: BlockPlan
+    target_plan: BlockPlan
+    forward: Callable[[ForwardBatch], LogitsProcessorOutput]
+    drafts: torch.Tensor
+    has_drafted: torch.cuda.Event
+
+    def lay_out_draft(self, batch: ForwardBatch) -> None:
+        self.draft_plan.record(batch)
+
+    def send_drafts(self, block_tokens: torch.Tensor) -> None:
+        self.drafts.copy_(block_tokens, non_blocking=True)
+        self.has_drafted.record()
+
+    def verify(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        self.target_plan.record(batch)
+        return self.forward(batch)
 
 
 def _variant_label(in_shards: bool) -> str | None:
@@ -87,30 +114,34 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self,
         model_runner: ModelRunner,
         cycle: DecodeCycle,
-        clock: CycleClock,
         width: int,
         attn_backend: AttentionBackend | None = None,
         draft_backend: AttentionBackend | None = None,
         min_bs: int = 1,
+        whole: CycleGraphRunner | None = None,
     ) -> None:
         """
         Args:
             width: W.
-            attn_backend, draft_backend: of the target and of the drafter, for blocks of W rows; None: their own, for
+            attn_backend, draft_backend: of the target and of the drafter, for blocks of W tokens; None: their own, for
                 whole blocks.
             min_bs: of the batches that are captured.
+            whole: the runner of whole blocks, which this one is beside.
         """
         self.width, self._min_bs = width, min_bs
-        self._cycle, self._clock = cycle, clock
-        self._draft_backend = draft_backend or cycle.draft_runner.attn_backend
-        self._target_plan = block_plan(attn_backend or model_runner.attn_backend, width)
-        self._draft_plan = block_plan(self._draft_backend, width)
+        self._cycle = cycle
+        target_backend = attn_backend or model_runner.attn_backend
+        self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
+        self._target_plan = block_plan(target_backend, width)
+        self._draft_plan = block_plan(self.draft_backend, width)
+        bound_index_buffer(target_backend, whole and whole.attn_backend)
+        bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
         # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
         assert not self._draft_plan.needs_host_lens
-        # By batch size P: [P, W] int64, pinned, the drafted blocks.
-        self._drafted: dict[int, torch.Tensor] = {}
+        # By batch size P: see `_Graph.drafts`.
+        self._drafts: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._blocks: dict[int, GraphBlocks] = {}
         self._in_shards = False
         self._variants = [False]
@@ -122,22 +153,26 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
     @classmethod
-    def install(cls, target_runner: ModelRunner, cycle: DecodeCycle, clock: CycleClock) -> None:
+    def install(cls, target_runner: ModelRunner, cycle: DecodeCycle) -> None:
         """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
-        bound = partial(cls, cycle=cycle, clock=clock, width=cycle.block_size)
+        bound = partial(cls, cycle=cycle, width=cycle.block_size)
         # SGLang asks the class for this before it makes a runner.
         bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
         target_runner._decode_cuda_graph_runner_cls = lambda: bound
+        # Float32 logits of all verified tokens would have room here, which nobody writes (`verify_logits`); prefills
+        # use it for one per request.
+        max_rows = target_runner.max_shared_logits_buffer_rows
+        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // cycle.block_size
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
-        """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` rows."""
+        """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` tokens."""
         # What backends are built for.
         get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
         try:
             runners = (self.model_runner, self._cycle.draft_runner)
             backends = (runner._get_attention_backend() for runner in runners)
-            return type(self)(self.model_runner, self._cycle, self._clock, width, *backends, min_bs)
+            return type(self)(self.model_runner, self._cycle, width, *backends, min_bs, whole=self)
         finally:
             get_context().override("sglang_dflash", speculative_num_draft_tokens=self.width)
 
@@ -154,6 +189,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = others
 
+    def _next_token_logits_buffer_capacity_rows(self, max_num_tokens: int) -> int:
+        return self.max_bs
+
     # --- capture ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
@@ -169,7 +207,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             torch.zeros(1, dtype=torch.int64, device=self.device),
         )
         # SGLang has given its own backend its buffers by now.
-        self._draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
+        self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -185,11 +223,11 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture_prepare(self, *args, **kwargs):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
-        self._draft_plan.capture(self._cycle.draft_batch(batch, batch.seq_lens_cpu))
-        if batch.batch_size not in self._drafted:
+        self._draft_plan.capture(self._cycle.draft_batch(batch))
+        if batch.batch_size not in self._drafts:
             # Pinned memory cannot be allocated during a capture.
             shape = (batch.batch_size, self.width)
-            self._drafted[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            self._drafts[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         return prepared
 
     def capture_one_shape(
@@ -218,28 +256,22 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         **kwargs,
     ) -> LogitsProcessorOutput:
         """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
-        cycle, clock = self._cycle, self._clock
-        clock.mark(BEGUN)
-        drafted = cycle.draft(batch, batch.seq_lens_cpu, self._draft_backend, self._draft_plan.record)
-        self._drafted[batch.batch_size].copy_(drafted, non_blocking=True)
-        # External: the host waits for it while the rest of the graph runs.
-        has_drafted = torch.cuda.Event(external=True)
-        has_drafted.record()
-        clock.mark(DRAFTED)
-        self._target_plan.record(batch)
-        with cycle.logits.in_shards(in_shards):
-            output = forward(input_ids, positions, batch, **kwargs)
-        block = self._block.take(batch.batch_size, self.width)
-        accepted = cycle.accept_plain(batch, output, block, in_shards)
-        clock.mark(VERIFIED)
-        cycle.append(batch, output, accepted)
-        clock.mark(APPENDED)
-        # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        backends = (self.attn_backend, self._draft_backend)
+        bs = batch.batch_size
+        recorded = _Recorded(
+            draft_backend=self.draft_backend,
+            draft_plan=self._draft_plan,
+            target_plan=self._target_plan,
+            forward=lambda batch: forward(input_ids, positions, batch, **kwargs),
+            drafts=self._drafts[bs],
+            has_drafted=torch.cuda.Event(external=True),
+        )
+        step = self._cycle.run(batch, self._block.take(bs, self.width), in_shards, recorded)
+        backends = (self.attn_backend, self.draft_backend)
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
-        self._captured[batch.batch_size, in_shards] = _Captured(batch, has_drafted, accepted, layouts)
-        return output
+        # Kept from the last run, which is the captured one: its memory is what a replay fills.
+        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, step.accepted, layouts)
+        return step.output
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +299,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self.backend.replay_session():
             begin.record()
-            self.backend.replay(self._make_graph_key(bs), self._captured[bs, False].batch)
+            self.backend.replay(self._make_graph_key(bs), self._graphs[bs, False].batch)
             end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -291,7 +323,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             # Padded requests have one token.
             padding = torch.full((padded_bs - bs,), 1 + self.width)
             kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
-            batch = self._captured[padded_bs, False].batch
+            batch = self._graphs[padded_bs, False].batch
             self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
         self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
         self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._in_shards))
@@ -300,14 +332,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """When the scheduler may change `req_to_token` again, which the whole graph reads."""
         return SharedReadEnds.POST_REPLAY
 
-    def accepted(self) -> Acceptance:
-        """What the last replay accepted, in memory of its own."""
-        return self._captured[self.bs, self._in_shards].accepted.take(self.raw_bs)
-
-    def grammar_tree(self) -> GrammarTree:
-        """The block of the last replay, which the CPU can read before the target has verified it."""
-        tree = GrammarTree.from_linear_chain(self._drafted[self.bs][: self.raw_bs])
-        return GrammarTree(tree.resolve(), self._captured[self.bs, self._in_shards].has_drafted)
+    def step(self, batch: ForwardBatch, output: LogitsProcessorOutput, has_grammar: bool) -> Step:
+        """What the last replay has done for `batch`: the decision in memory of its own, the rest in the graph's."""
+        graph, bs = self._graphs[self.bs, self._in_shards], self.raw_bs
+        drafts = None
+        if has_grammar:
+            drafts = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)
+        return Step(batch, output, graph.accepted.take(bs), drafts, is_replay=True)
 
 
 class CycleGraphs:
@@ -323,12 +354,13 @@ class CycleGraphs:
         self._seconds: dict[tuple[int, int], float] = {}
         if narrow_widths:
             self._seconds = self._time()
-            sizes = [bs for bs in whole.capture_bs if self._seconds[bs, whole.width] > BUSY * self.least_seconds]
+            bound = SETTINGS.busy * self.least_seconds
+            sizes = [bs for bs in whole.capture_bs if self._seconds[bs, whole.width] > bound]
             if sizes:
                 self._runners |= {width: whole.narrower(width, min_bs=sizes[0]) for width in narrow_widths}
                 self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
-            log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a block: {ms}")
+            log_info_on_rank0(logger, f"A cycle's ms by batch size and tokens of a block: {ms}")
         self.widths = tuple(sorted(self._runners))
 
     @property
@@ -354,7 +386,7 @@ class CycleGraphs:
         """
         turns = [(bs, runner) for bs in self._whole.capture_bs for runner in self._runners.values() if runner.has(bs)]
         seconds = dict.fromkeys(((bs, runner.width) for bs, runner in turns), math.inf)
-        for bs, runner in turns * _TIMED_REPLAYS:
+        for bs, runner in turns * SETTINGS.timed_replays:
             seconds[bs, runner.width] = min(seconds[bs, runner.width], runner.seconds(bs))
         # Every rank chooses by the same times, as it must by the same rule.
         return get_parallel().tp_group.broadcast_object(seconds, src=0)

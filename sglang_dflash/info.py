@@ -15,8 +15,7 @@ from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.utils.common import is_pin_memory_available
 
-# Tokens for which slots are reserved beyond what a cycle may need, so that not every cycle of a batch reserves some.
-_AHEAD = 64
+from sglang_dflash.settings import SETTINGS
 
 
 class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
@@ -111,7 +110,7 @@ def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
 
     # No request may outgrow the whole pages of its row.
     room = pool.req_to_token.shape[1] // page_size * page_size - longest
-    allocated, lens, num_tokens = with_ahead(min(_AHEAD, room))
+    allocated, lens, num_tokens = with_ahead(min(SETTINGS.slots_ahead, room))
     # A windowed pool gives slots back as its windows move on, and has none to lend.
     if tree_cache.supports_swa() or 4 * num_tokens > _num_free(batch):
         allocated, lens, num_tokens = with_ahead(0)

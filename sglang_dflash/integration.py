@@ -8,6 +8,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_cuda, is_flashinfer_available
 
 from sglang_dflash import (
+    admin,
     arguments,
     formats,
     hidden_states,
@@ -52,7 +53,9 @@ def report_worker(result, scheduler, recv_req):
     return result
 
 
-_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
+_WEIGHT_LOADER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 HOOKS = [
     Hook(
@@ -90,6 +93,13 @@ HOOKS = [
         function=memory.resolve_target_capture,
         why="one reading of the checkpoint decides which target layers are captured",
         until="the worker may name the layers to capture",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
+        kind=HookType.AROUND,
+        function=memory.leave_memory_for_cycles,
+        why="the pools would take the memory for the logits of whole blocks, and for the sampler",
+        until="a worker may say what it needs beside the pools",
     ),
     Hook(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
@@ -164,12 +174,78 @@ HOOKS = [
         )
         for method in ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
     ),
+    *(
+        Hook(
+            target=target,
+            kind=HookType.AROUND,
+            function=weights.receive_on_all_ranks,
+            why="tensors that cannot be read would end the server, or be missing on one rank",
+            until="SGLang answers for what a weight update raises, on all ranks alike",
+        )
+        for target in (
+            "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank",
+            f"{_WEIGHT_LOADER}.receive_weights_from_distributed",
+        )
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_LOADER}.{method}",
+            kind=HookType.AROUND,
+            function=weights.load_on_all_ranks,
+            why="weights that cannot be loaded would end the server, or be new on some ranks alone",
+            until="SGLang answers for what a weight update raises, on all ranks alike",
+        )
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "load_weights_from_distributed",
+            "update_weights_from_ipc",
+        )
+    ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
         kind=HookType.AROUND,
         function=weights.update_model_path_info,
         why="after an update of the drafter the server would go by the drafter's name",
         until="the request says whose weights it updates",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        kind=HookType.AFTER,
+        function=admin.answer_errors,
+        why="the scheduler ends with the first administrative request that fails",
+        until="SGLang answers for what its handlers raise",
+    ),
+    Hook(
+        target="sglang.srt.managers.communicator.FanOutCommunicator.queueing_call",
+        kind=HookType.AROUND,
+        function=admin.raise_errors,
+        why="the answers of some administrative requests have no field for an error",
+        until="they have one",
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.set_internal_state",
+        kind=HookType.AROUND,
+        function=admin.set_internal_state,
+        why="acceptance thresholds would be accepted, shown and ignored",
+        until="SGLang asks the worker what may be set",
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{method}",
+            kind=HookType.AROUND,
+            function=admin.check_memory_tags,
+            why="memory that is released or resumed twice ends the server",
+            until="SGLang checks all tags first",
+        )
+        for method in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.profiler_manager.SchedulerProfilerManager._profile",
+        kind=HookType.AROUND,
+        function=admin.profile,
+        why="what keeps a profile from being written ends the server when it is",
+        until="SGLang checks a request for a profile when it comes",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",

@@ -1,8 +1,8 @@
 """What a request's own output changes about its next token: penalties, and stop tokens before `min_new_tokens`.
 
 SGLang counts output tokens when the scheduler has seen them, which under overlap scheduling is a step too late, and
-knows one count per request where a block needs one per row. Here they are counted on the device, as they are decided.
-Shapes: bs requests, B rows of a block, V tokens.
+knows one count per request where a block needs one per token. Here they are counted on the device, as they are decided.
+Shapes: bs requests, W tokens of each block, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
@@ -24,14 +25,27 @@ def are_penalised(info: SamplingBatchInfo) -> bool:
     return info.acc_additive_penalties is not None
 
 
+def is_penalised(params: SamplingParams) -> bool:
+    """Whether a request has any of them."""
+    return (
+        params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or params.repetition_penalty != 1
+        or params.min_new_tokens > 0
+    )
+
+
 class Penalties:
     """The penalties of every running request, and the counts that they depend on."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (num_slots, vocab_size)
         self._device = device
-        # [request slots, V] int32, from the first penalised request on: few servers ever need it.
-        self._counts: torch.Tensor | None = None
+        # [request slots, V], from the start, so that SGLang finds the memory taken when it sizes its pools.
+        self._counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._counts.nbytes
 
     def begin(self, batch: ScheduleBatch) -> None:
         """Before a prefill, which draws a token of each request: count what they generated before a retraction.
@@ -39,8 +53,6 @@ class Penalties:
         Requests that decode in a mixed batch, its last rows, have been counted already, and further than the scheduler
         has seen. Where needed, the penalties of `batch.sampling_info` are made those of the whole output.
         """
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         num_decoding = len(batch.decoding_reqs or [])
         num_prefills = len(batch.reqs) - num_decoding
         slots, reqs = batch.req_pool_indices, batch.reqs[:num_prefills]
@@ -63,14 +75,14 @@ class Penalties:
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int = 1) -> None:
         """Count tokens, of any shape, in the rows `slots`; `times` may leave some of them out."""
-        flat = (slots.to(torch.int64) * self._shape[1] + tokens).reshape(-1)
+        flat = (slots.to(torch.int64) * self._counts.shape[1] + tokens).reshape(-1)
         times = torch.as_tensor(times, dtype=torch.int32, device=self._device).expand(tokens.shape).reshape(-1)
         self._counts.view(-1).scatter_add_(0, flat, times)
 
     def count_accepted(self, slots: torch.Tensor, accepted: Acceptance) -> None:
         """Count what a cycle committed, the bonus tokens included."""
-        rows = torch.arange(accepted.out_tokens.shape[1], device=self._device)
-        is_committed = rows < accepted.accept_lens[:, None]
+        offsets = torch.arange(accepted.out_tokens.shape[1], device=self._device)
+        is_committed = offsets < accepted.accept_lens[:, None]
         self.count(slots[:, None], accepted.out_tokens, is_committed)
 
     def apply(
@@ -81,26 +93,26 @@ class Penalties:
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        """Adjust the target's logits of a block in place, each row by the tokens before it.
+        """Adjust the target's logits of blocks in place, those of each token by the tokens before it.
 
         Args:
-            logits: [bs * B, V] float32.
-            block_tokens: [bs, B] int64, the bonus token, which is counted already, and the draft tokens.
-            slots: [bs], rows of the request pool.
+            logits: [bs * W, V] float32.
+            block_tokens: [bs, W] int64, the bonus token, which is counted already, and the draft tokens.
+            slots: [bs], of the requests in `req_to_token`.
             seq_lens: [bs], committed tokens with KV; the bonus token has none.
         """
         parameters = _Parameters.of(reqs, self._device)
         prompt_lens = self._tensor([len(req.origin_input_ids) for req in reqs])
-        rows = logits.view(*block_tokens.shape, logits.shape[1])
-        parameters.suppress_stop_tokens(rows, seq_lens + 1 - prompt_lens)
+        blocks = logits.view(*block_tokens.shape, logits.shape[1])
+        parameters.suppress_stop_tokens(blocks, seq_lens + 1 - prompt_lens)
         ops.apply_penalties(
-            logits,
-            block_tokens,
-            self._counts,
-            slots,
-            parameters.frequency,
-            parameters.presence,
-            parameters.repetition,
+            logits=logits,
+            block_tokens=block_tokens,
+            counts=self._counts,
+            slots=slots,
+            frequency=parameters.frequency,
+            presence=parameters.presence,
+            repetition=parameters.repetition,
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
@@ -139,16 +151,16 @@ class _Parameters:
         )
 
     def suppress_stop_tokens(self, logits: torch.Tensor, generated: torch.Tensor) -> None:
-        """Rule out stop tokens, in place, in rows whose token would come before `min_new_tokens`.
+        """Rule out stop tokens, in place, where they would come before `min_new_tokens`.
 
         Args:
-            logits: [bs, rows, V].
-            generated: [bs], tokens generated before the first row's.
+            logits: [bs, n, V], of n tokens that follow each other.
+            generated: [bs], tokens generated before the first of them.
         """
-        bs, num_rows, _ = logits.shape
-        ids = self.stop_token_ids[:, None].expand(bs, num_rows, -1)
-        row = torch.arange(num_rows, device=logits.device)
-        too_early = (generated[:, None] + row < self.min_new_tokens[:, None])[..., None]
+        bs, num_tokens, _ = logits.shape
+        ids = self.stop_token_ids[:, None].expand(bs, num_tokens, -1)
+        offsets = torch.arange(num_tokens, device=logits.device)
+        too_early = (generated[:, None] + offsets < self.min_new_tokens[:, None])[..., None]
         logits.scatter_(2, ids, logits.gather(2, ids).masked_fill(too_early, -torch.inf))
 
 

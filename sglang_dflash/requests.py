@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import get_type_hints
 
 import msgspec
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_exec
@@ -61,6 +61,7 @@ REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk", "return_sampl
 # prompts by `FREE_N`, and by more up to so many answers.
 MAX_ANSWERS, FREE_N = 4096, 16
 
+_SESSION_TYPES = get_type_hints(SessionParams)
 _TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name not in INTERNAL}
 # SGLang keeps these in tensors of 32 and 64 bits.
 _LARGEST = {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1, "max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1}
@@ -76,6 +77,7 @@ def generate_request(
         watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
         for each in [*params, *({"watermark": watermark} for watermark in watermarks)]:
             check_sampling_params(each, vocab_size)
+        _check_fields("session_params", obj.session_params or {}, _SESSION_TYPES)
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
@@ -99,21 +101,10 @@ def _num_prompts(obj: GenerateReqInput) -> int:
 
 def check_sampling_params(params: object, vocab_size: int) -> None:
     """Raise ValueError naming a sampling parameter of the wrong type, which SGLang would find too late, or never."""
-    if not isinstance(params, dict):
-        raise ValueError(f"sampling_params is {params!r}, not an object.")
-    unknown = sorted(str(name) for name in params if name not in _TYPES)
-    if unknown:
-        raise ValueError(f"sampling_params has {unknown[0]}, which is no sampling parameter.")
-    for name, value in params.items():
-        # None stands for the default.
-        if value is None:
-            continue
-        try:
-            msgspec.convert(value, _TYPES[name])
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}={value!r}: {error}.") from error
-        if name in _LARGEST and abs(value) > _LARGEST[name]:
-            raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
+    _check_fields("sampling_params", params, _TYPES)
+    for name, largest in _LARGEST.items():
+        if abs(params.get(name) or 0) > largest:
+            raise ValueError(f"{name}={params[name]} is beyond {largest}.")
     if (params.get("beam_width") or 1) > 1:
         raise ValueError(f"beam_width={params['beam_width']} is not supported with DFLASH.")
     if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
@@ -129,6 +120,22 @@ def check_sampling_params(params: object, vocab_size: int) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"stop_regex={pattern!r} is not a regular expression: {error}.") from error
+
+
+def _check_fields(name: str, fields: object, types: dict) -> None:
+    """Raise ValueError unless this is an object with fields of these types; None stands for a field's default."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name} is {fields!r}, not an object.")
+    unknown = sorted(str(field) for field in fields if field not in types)
+    if unknown:
+        raise ValueError(f"{name} has {unknown[0]}, which is none of its fields.")
+    for field, value in fields.items():
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, types[field])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{field}={value!r}: {error}.") from error
 
 
 def _check_integers(name: str, values: object, smallest: int, largest: int) -> None:

@@ -1,49 +1,86 @@
-"""The target's token after each row of a block, as SGLang would have chosen it one token at a time.
+"""The target's token after each token of a block, as SGLang would have chosen it one token at a time.
 
-Where all that a batch asks for is the argmax of the untouched logits, or a draw from their softmax and its filters, the
-cycle chooses by itself (`DecodeCycle.accept_plain`), inside its CUDA graph. Other batches are chosen for here: a row's
-logits go through everything that SGLang applies before it chooses, in SGLang's order, and then through SGLang's own
-sampler. What depends on the tokens before a row sees those of the block too. The draft is a point mass, so comparing it
-with the sampled tokens is exact rejection sampling (see `reference.accept_prefix`).
-Shapes: bs requests, B rows of a block, V tokens.
+Where all that a request asks for is the argmax of the untouched logits, or a draw from their softmax and its filters,
+the cycle chooses by itself (`DecodeCycle.accept_plain`), inside its CUDA graph. It does so for the other requests of a
+batch too, for which it is overruled here: the logits of their blocks, and of no others, go through everything that
+SGLang applies before it chooses, in SGLang's order, and then through SGLang's own sampler. What depends on the tokens
+before a token sees those of the block too. The draft is a point mass, so comparing it with the sampled tokens is exact
+rejection sampling (see `reference.accept_prefix`).
+Shapes: bs requests, of which n at a time are overruled; W tokens of each block, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash.accept import Acceptance
-from sglang_dflash.penalties import Penalties, are_penalised
+from sglang_dflash.penalties import Penalties, are_penalised, is_penalised
 from sglang_dflash.reference.sample_rows import DrawParameters
+from sglang_dflash.settings import SETTINGS
 
 # Samplers of DFLASH targets: see `sample_by_row`.
 _samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
+# What the sampler finds besides the log probability of each token: a list with an entry for each token of the batch.
+_LOGPROB_LISTS = (
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
+# The entry of a token whose request has asked for nothing.
+_NOTHING = torch.empty(0)
 
 
 def draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
-    """Of the requests of a plain batch; None: all are greedy."""
+    """Of the requests that the cycle draws for; None: all are greedy."""
     if info.is_all_greedy:
         return None
     return DrawParameters(info.temperatures.view(-1), info.top_ks, info.top_ps, info.min_ps)
 
 
-class BlockSampler:
-    """Chooses the target's tokens of whole blocks."""
+@dataclass(frozen=True)
+class Part:
+    """Some requests of a batch, whose logits go through SGLang's sampler together.
 
-    def __init__(self, target_runner: ModelRunner, tp_group: GroupCoordinator) -> None:
+    Attributes:
+        places: of them in the batch, ascending.
+        index: [n] int64, the same on the device.
+        reqs: themselves.
+    """
+
+    places: list[int]
+    index: torch.Tensor
+    reqs: list[Req]
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch, places: list[int]) -> Part:
+        index = async_h2d(places, dtype=torch.int64, device=batch.device)
+        return cls(places, index, [batch.reqs[place] for place in places])
+
+
+class BlockSampler:
+    """Chooses the target's tokens of blocks, for requests that the cycle cannot choose for."""
+
+    def __init__(self, target_runner: ModelRunner, num_slots: int, tp_group: GroupCoordinator) -> None:
+        """
+        Args:
+            num_slots: of running requests: rows of `req_to_token`, or more.
+        """
+        self.num_slots = num_slots
         self._sampler = target_runner.sampler
         self._tp_group = tp_group
         # Whether SGLang draws unseeded tokens by the rules of `reference.sample_rows.allowed_distribution`.
@@ -53,31 +90,36 @@ class BlockSampler:
             and self._sampler.rl_on_policy_target is None
         )
         _samplers.add(self._sampler)
-        num_slots = target_runner.req_to_token_pool.req_to_token.shape[0]
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
-    def is_plain(self, batch: ScheduleBatch) -> bool:
-        """Whether `DecodeCycle.accept_plain` chooses what every request of a batch asks for."""
+    def overruled(self, batch: ScheduleBatch) -> list[int]:
+        """Places in a batch of the requests that `DecodeCycle.accept_plain` cannot choose for."""
         info = batch.sampling_info
-        if (
+        draws = self._draws_plainly(info)
+        has_all_filters = info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling
+        # Of most batches this needs no look at their requests.
+        if not (
             batch.has_grammar
             or batch.return_logprob
             or are_penalised(info)
             or info.logit_bias is not None
             or info.has_custom_logit_processor
-        ):
-            return False
-        if info.is_all_greedy:
-            return True
-        # With all three filters in a batch, SGLang applies one after the other, top_p to what top_k has left. A greedy
-        # request is one with top_k.
-        has_joint_filters = not (info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling)
-        return (
-            self._has_plain_rules
-            and has_joint_filters
-            and info.sampling_seed is None
-            and not any(info.return_sampling_masks or [])
-        )
+        ) and (info.is_all_greedy or (draws and not has_all_filters)):
+            return []
+        return [place for place, req in enumerate(batch.reqs) if not _is_plain(req, info, draws)]
+
+    def draw_parameters(self, info: SamplingBatchInfo) -> DrawParameters | None:
+        """Of the cycle's own draws; None: it draws for no request. What it draws for those that are overruled does no
+        harm."""
+        return draw_parameters(info) if self._draws_plainly(info) else None
+
+    def _draws_plainly(self, info: SamplingBatchInfo) -> bool:
+        return self._has_plain_rules and info.sampling_seed is None
+
+    @property
+    def penalty_bytes(self) -> int:
+        """Of the counts that penalties depend on."""
+        return self._penalties.nbytes
 
     def begin_prefill(self, batch: ScheduleBatch) -> None:
         if are_penalised(batch.sampling_info):
@@ -95,42 +137,52 @@ class BlockSampler:
         if are_penalised(batch.sampling_info):
             self._penalties.count_accepted(batch.req_pool_indices, accepted)
 
+    def parts(self, batch: ScheduleBatch, places: list[int], width: int) -> list[Part]:
+        """Requests of a batch, so many at a time that their logits take `SETTINGS.sampler_bytes` at most."""
+        size = max(1, SETTINGS.sampler_bytes // sampler_bytes(batch.sampling_info.vocab_size, width))
+        return [Part.of(batch, places[start : start + size]) for start in range(0, len(places), size)]
+
     def __call__(
         self,
         batch: ScheduleBatch,
+        part: Part,
         output: LogitsProcessorOutput,
         block_tokens: torch.Tensor,
         positions: torch.Tensor,
         grammar_tree: GrammarTree | None,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """Choose a token after every row.
+        """Choose a token after every token of some blocks.
 
         Args:
-            output: of the target's forward, with `next_token_logits` [bs * B, V]; takes the log probabilities.
-            block_tokens: [bs, B] int64.
-            positions: [bs * B] int64.
-            grammar_tree: the block on its way to the CPU, where the batch has grammars.
-            grammar_barrier: overlap scheduling; brings the grammars up to the block's first row.
+            output: of the target's forward, with `next_token_logits` [bs * W, V]; takes the log probabilities.
+            block_tokens: [bs, W] int64.
+            positions: [bs * W] int64.
+            grammar_tree: the blocks on their way to the CPU, where the batch has grammars.
+            grammar_barrier: overlap scheduling; brings the grammars up to the blocks' first tokens, unless they are.
 
         Returns:
-            [bs, B] int64.
+            [n, W] int64.
         """
-        info = batch.sampling_info
-        bs, block_size = block_tokens.shape
-        logits = output.next_token_logits.to(torch.float32).contiguous()
-        if are_penalised(info):
-            self._penalties.apply(logits, block_tokens, batch.reqs, batch.req_pool_indices, batch.seq_lens)
+        reqs, index = part.reqs, part.index
+        info = _info_of(batch.sampling_info, part)
+        bs, width = block_tokens.shape
+        block_tokens = block_tokens[index]
+        rows = output.next_token_logits.view(bs, width, -1)[index].to(torch.float32)
+        logits = rows.view(len(reqs) * width, -1)
+        if any(is_penalised(req.sampling_params) for req in reqs):
+            self._penalties.apply(logits, block_tokens, reqs, batch.req_pool_indices[index], batch.seq_lens[index])
         if grammar_tree is not None:
+            tree = GrammarTree.from_host(*(tensor[part.places] for tensor in grammar_tree.resolve()))
             mask = build_grammar_vocab_mask(
-                reqs=batch.reqs, tree=grammar_tree, sampling_info=info, device=logits.device, barrier=grammar_barrier
+                reqs=reqs, tree=tree, sampling_info=info, device=logits.device, barrier=grammar_barrier
             )
-            mask.apply(logits)
-        rows = logits.view(bs, block_size, -1)
+            if mask is not None:
+                mask.apply(logits)
         if info.logit_bias is not None:
             rows.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
-            _apply_custom_logit_processors(rows, block_tokens, batch)
+            _apply_custom_logit_processors(rows, block_tokens, reqs, info)
 
         # Of two equal logits, SGLang's filters keep either; an argmax keeps the first.
         is_mixed = info.is_any_greedy and not info.is_all_greedy
@@ -138,23 +190,19 @@ class BlockSampler:
         chosen = LogitsProcessorOutput(next_token_logits=logits)
         tokens = self._sampler(
             chosen,
-            _per_row(info, block_size),
-            batch.return_logprob,
-            _repeat(batch.top_logprobs_nums, block_size),
-            _repeat(batch.token_ids_logprobs, block_size),
-            positions,
+            _per_token(info, width),
+            any(req.return_logprob for req in reqs),
+            _repeat([req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs], width),
+            _repeat([req.logprob.token_ids_logprob if req.return_logprob else None for req in reqs], width),
+            positions.view(bs, width)[index].view(-1),
         ).to(torch.int64)
         if is_mixed:
-            tokens = torch.where((info.top_ks <= 1).repeat_interleave(block_size), argmax, tokens)
+            tokens = torch.where((info.top_ks <= 1).repeat_interleave(width), argmax, tokens)
         if not info.is_all_greedy:
             self._agree(tokens)
-        if batch.return_logprob:
-            output.next_token_logprobs = chosen.next_token_logprobs.view(bs, block_size)
-            output.next_token_top_logprobs_val = chosen.next_token_top_logprobs_val
-            output.next_token_top_logprobs_idx = chosen.next_token_top_logprobs_idx
-            output.next_token_token_ids_logprobs_val = chosen.next_token_token_ids_logprobs_val
-            output.next_token_token_ids_logprobs_idx = chosen.next_token_token_ids_logprobs_idx
-        return tokens.view(bs, block_size)
+        if chosen.next_token_logprobs is not None:
+            _take_logprobs(output, chosen, part, bs, width)
+        return tokens.view(len(reqs), width)
 
     def _agree(self, tokens: torch.Tensor) -> None:
         """Make sampled tokens those of the first tensor-parallel rank, in place: ranks draw from generators of their
@@ -163,11 +211,66 @@ class BlockSampler:
             self._tp_group.broadcast(tokens, src=0)
 
 
-def _per_row(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
-    """The parameters of each request for each of its rows, without what has been applied to the logits."""
+def sampler_bytes(vocab_size: int, width: int) -> int:
+    """Of one request's logits, as the sampler gets them."""
+    return width * vocab_size * torch.float32.itemsize
+
+
+def _is_plain(req: Req, info: SamplingBatchInfo, draws: bool) -> bool:
+    """Whether the cycle chooses for a request of a batch.
+
+    Args:
+        draws: whether it draws as the batch's sampler would, for requests without all three filters.
+    """
+    params = req.sampling_params
+    return not (
+        req.grammar is not None
+        or req.return_logprob
+        or is_penalised(params)
+        or params.logit_bias is not None
+        or (info.has_custom_logit_processor and req.custom_logit_processor is not None)
+    ) and (params.top_k <= 1 or (draws and not _has_all_filters(params)))
+
+
+def _has_all_filters(params: SamplingParams) -> bool:
+    """With all three, SGLang applies one after the other, top_p to what top_k has left."""
+    return params.min_p > 0 and params.top_k != TOP_K_ALL and params.top_p != 1.0
+
+
+def _info_of(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
+    """Of some requests of a batch, without what they do not ask for."""
+    index = part.index
+    params = [req.sampling_params for req in part.reqs]
+
+    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[index]
+
+    info = replace(
+        info,
+        temperatures=info.temperatures[index],
+        top_ps=info.top_ps[index],
+        top_ks=info.top_ks[index],
+        min_ps=info.min_ps[index],
+        sampling_seed=take(info.sampling_seed),
+        is_all_greedy=all(each.top_k <= 1 for each in params),
+        is_any_greedy=any(each.top_k <= 1 for each in params),
+        need_top_p_sampling=any(each.top_p != 1.0 for each in params),
+        need_top_k_sampling=any(each.top_k != TOP_K_ALL for each in params),
+        need_min_p_sampling=any(each.min_p > 0 for each in params),
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        logit_bias=take(info.logit_bias) if any(each.logit_bias is not None for each in params) else None,
+    )
+    if info.has_custom_logit_processor:
+        info._filter_batch_custom_logit_processor(part.places)
+    return info
+
+
+def _per_token(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
+    """The parameters of each request for each token of its block, without what has been applied to the logits."""
 
     def repeat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.repeat_interleave(block_size, dim=0)
+        return None if tensor is None else tensor.repeat_interleave(width, dim=0)
 
     return replace(
         info,
@@ -176,8 +279,6 @@ def _per_row(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
         top_ks=repeat(info.top_ks),
         min_ps=repeat(info.min_ps),
         sampling_seed=repeat(info.sampling_seed),
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
         logit_bias=None,
         has_custom_logit_processor=False,
         custom_logit_processor=None,
@@ -185,19 +286,38 @@ def _per_row(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
     )
 
 
-def _repeat(values: list | None, times: int) -> list | None:
-    return None if values is None else [value for value in values for _ in range(times)]
+def _repeat(values: list, times: int) -> list:
+    return [value for value in values for _ in range(times)]
 
 
-def _apply_custom_logit_processors(rows: torch.Tensor, block_tokens: torch.Tensor, batch: ScheduleBatch) -> None:
-    """Row by row, as processors may look at the output so far, which they find in the request.
+def _take_logprobs(
+    output: LogitsProcessorOutput, chosen: LogitsProcessorOutput, part: Part, bs: int, width: int
+) -> None:
+    """Put log probabilities of some requests where the scheduler looks for them: in [bs, W], and in lists of bs * W."""
+    output.next_token_logprobs[part.index] = chosen.next_token_logprobs.view(-1, width)
+    for name in _LOGPROB_LISTS:
+        found = getattr(chosen, name)
+        if found is None:
+            continue
+        if getattr(output, name) is None:
+            setattr(output, name, [_NOTHING] * (bs * width))
+        entries = getattr(output, name)
+        for i, place in enumerate(part.places):
+            entries[place * width : (place + 1) * width] = found[i * width : (i + 1) * width]
+
+
+def _apply_custom_logit_processors(
+    rows: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
+) -> None:
+    """Token by token, as processors may look at the output so far, which they find in the request.
 
     Args:
-        rows: [bs, B, V], changed in place.
+        rows: [n, W, V], changed in place.
+        block_tokens: [n, W].
     """
     drafts = [
         (req, tokens[1:])
-        for req, tokens in zip(batch.reqs, block_tokens.tolist(), strict=True)
+        for req, tokens in zip(reqs, block_tokens.tolist(), strict=True)
         if req.custom_logit_processor is not None
     ]
     output_lens = [len(req.output_ids) for req, _ in drafts]
@@ -205,7 +325,7 @@ def _apply_custom_logit_processors(rows: torch.Tensor, block_tokens: torch.Tenso
         for j in range(rows.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            apply_custom_logit_processor(rows[:, j], batch.sampling_info)
+            apply_custom_logit_processor(rows[:, j], info)
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
             del req.output_ids[output_len:]

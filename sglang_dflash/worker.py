@@ -1,7 +1,7 @@
-"""DFlash's decode cycle: draft a block, verify it, accept a prefix, append its hidden states to the drafter's context.
+"""SGLang's speculative worker for DFlash: each step of the scheduler is a prefill or a decode cycle.
 
 Method: DFlash, block-diffusion drafting conditioned on target hidden states (https://github.com/z-lab/dflash).
-Shapes: bs requests, B rows of a block, T tokens.
+Shapes: bs requests, B tokens of a block, T tokens.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from operator import mul
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -23,31 +26,44 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import few_rows, ops
-from sglang_dflash.accept import Acceptance
 from sglang_dflash.block_plan import is_planned_from_bounds
 from sglang_dflash.config import ConfigError
-from sglang_dflash.cycle import DecodeCycle
+from sglang_dflash.cycle import DecodeCycle, Step
 from sglang_dflash.draft_window import DraftWindow
 from sglang_dflash.drafter_runner import DraftModelWorker
 from sglang_dflash.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.memory import KVMemory, check_window_pool
-from sglang_dflash.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleMetrics
+from sglang_dflash.memory import CycleMemory, KVMemory, check_window_pool
+from sglang_dflash.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
-from sglang_dflash.sampling import BlockSampler, draw_parameters
+from sglang_dflash.sampling import BlockSampler, Part
 from sglang_dflash.verify_width import VerifyWidth, verify_widths
 from sglang_dflash.version import __version__
-from sglang_dflash.weights import differences
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Eager:
+    """The :class:`sglang_dflash.cycle.Forwards` of a cycle that is run as it is."""
+
+    draft_backend: AttentionBackend
+    has_grammar: bool
+    verify: Callable[[ForwardBatch], LogitsProcessorOutput]
+
+    def lay_out_draft(self, batch: ForwardBatch) -> None:
+        self.draft_backend.init_forward_metadata(batch)
+
+    def send_drafts(self, block_tokens: torch.Tensor) -> GrammarTree | None:
+        return GrammarTree.from_linear_chain(block_tokens) if self.has_grammar else None
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -70,6 +86,10 @@ class DFlashWorker(BaseSpecWorker):
             few_rows.install(model)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
+        # Before SGLang sizes its pools by the memory that is left. Request slots are no more than running requests, and
+        # one for padding.
+        num_slots = get_schedule().max_running_requests + 1
+        self._sampler = BlockSampler(target_worker.model_runner, num_slots, get_parallel().tp_group)
         # Equal on all tensor-parallel ranks, which run the same cycles.
         self._seeds = random.Random(target_worker.random_seed)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
@@ -104,15 +124,18 @@ class DFlashWorker(BaseSpecWorker):
         draft_rows = req_to_token_pool if window is None else window.pool
         super().alloc_memory_pool(memory_pool_config, draft_rows, token_to_kv_pool_allocator)
         self.req_to_token_pool = req_to_token_pool
+        assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
         check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)
-        self._sampler = BlockSampler(target_runner, get_parallel().tp_group)
-        self._cycle = DecodeCycle(self.draft_model_runner, target_runner.model, self.block_size, window)
+        self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        self._cycle = DecodeCycle(
+            self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
+        )
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
-        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle, self._metrics.clock)
+        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle)
 
     def init_cuda_graphs(self) -> None:
         """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
@@ -137,7 +160,9 @@ class DFlashWorker(BaseSpecWorker):
             runners = (self.target_worker.model_runner, self.draft_model_runner)
             weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
-            self._seconds_per_kv_token = self._graphs.least_seconds * kv_bytes / weight_bytes
+            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
+            # Ranks have parts of different sizes, and all of them choose the same width.
+            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -153,6 +178,7 @@ class DFlashWorker(BaseSpecWorker):
                 "target": self._kv_memory.target_bytes_per_token,
                 "drafter": self._kv_memory.drafter_bytes_per_token,
             },
+            "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
             **self._metrics.snapshot(),
         }
 
@@ -161,10 +187,7 @@ class DFlashWorker(BaseSpecWorker):
         self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
-        """Take the drafter's weights from another checkpoint of the same shape; if it has another, False and why."""
-        problems = differences(path, self.draft_model_runner.model.dflash_config)
-        if problems:
-            return False, f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}."
+        """Take the drafter's weights from another checkpoint of the same shape."""
         success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
         if success:
             self._cycle.reload_weights()
@@ -191,84 +214,98 @@ class DFlashWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
-        cycle, clock, bs = self._cycle, self._metrics.clock, batch.batch_size()
+        overruled = self._sampler.overruled(batch)
+        step = self._run_cycle(batch, is_plain=not overruled)
+        parts = self._overrule(batch, step, overruled, grammar_barrier)
+        if on_publish is not None:
+            # The scheduler prepares the next cycle.
+            on_publish(step.accepted.new_seq_lens)
+        return self._end_cycle(batch, step, parts)
+
+    def _run_cycle(self, batch: ScheduleBatch, is_plain: bool) -> Step:
+        """One cycle, by the plain rule; `is_plain`: which is that of every request."""
+        cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
         seconds = 0.0
         if self._seconds_per_kv_token:
             seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self.block_size).sum())
         width = self._width.choose(bs, seconds)
         graphs = None if self._graphs is None else self._graphs[width]
-
-        # 1. The block's inputs: where a graph of its size is, in the graph's own buffers.
-        is_plain = self._sampler.is_plain(batch)
         # Of greedy requests no rank needs the logits of the others.
         in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
-        block, forward_batch, can_replay = self._block_batch(batch, is_plain, width, graphs)
-        # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
-        assert can_replay or graphs is None or width == self.block_size
-
-        # 2. Draft the block and verify it as a causal chain, in one replay.
-        grammar_tree = None
+        block, forward_batch, can_replay = self._block_batch(batch, width, graphs)
         if can_replay:
             with graphs.serving(in_shards):
-                output = self._verify(forward_batch)
-            if batch.has_grammar:
-                grammar_tree = graphs.grammar_tree()
-        else:
-            clock.mark(BEGUN)
-            backend = self.draft_model_runner.attn_backend
-            drafted = cycle.draft(forward_batch, forward_batch.seq_lens_cpu, backend, backend.init_forward_metadata)
-            clock.mark(DRAFTED)
-            if batch.has_grammar:
-                grammar_tree = GrammarTree.from_linear_chain(drafted)
-            with cycle.logits.in_shards(in_shards):
-                output = self._verify(forward_batch)
-        assert output.can_run_cuda_graph == can_replay
+                output = self._verify(forward_batch, can_run_cuda_graph=True)
+            return graphs.step(forward_batch, output, batch.has_grammar)
+        # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
+        assert graphs is None or width == self.block_size
+        backend = self.draft_model_runner.attn_backend
+        return cycle.run(forward_batch, block, in_shards, _Eager(backend, batch.has_grammar, self._verify))
 
-        # 3. Accept a prefix of it, and append its rows to the drafter's context: of a plain batch the replay has.
-        if can_replay and is_plain:
-            accepted = graphs.accepted()
-        elif is_plain:
-            accepted = cycle.accept_plain(forward_batch, output.logits_output, block, in_shards)
-        else:
-            drafted = forward_batch.input_ids.view(bs, width)
-            target_tokens = self._sampler(
-                batch, output.logits_output, drafted, forward_batch.positions, grammar_tree, grammar_barrier
+    def _overrule(
+        self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
+    ) -> list[Part]:
+        """Choose again for the requests that the plain rule is not for; in parts, whose context is appended later."""
+        output = step.output
+        if batch.return_logprob:
+            output.next_token_logprobs = torch.zeros(step.block_tokens.shape, device=self.device)
+        parts = self._sampler.parts(batch, overruled, step.block_tokens.shape[1])
+        for part in parts:
+            tokens = self._sampler(
+                batch=batch,
+                part=part,
+                output=output,
+                block_tokens=step.block_tokens,
+                positions=step.batch.positions,
+                grammar_tree=step.drafts,
+                grammar_barrier=grammar_barrier,
             )
-            accepted = cycle.accept(forward_batch, target_tokens)
+            # The first part has waited for it.
+            grammar_barrier = None
+            self._cycle.overrule(step, part.index, tokens)
+        return parts
 
-        # 4. Publish: the scheduler prepares the next cycle.
-        if on_publish is not None:
-            on_publish(accepted.new_seq_lens)
-        if not (can_replay and is_plain):
-            clock.mark(VERIFIED)
-            cycle.append(forward_batch, output.logits_output, accepted)
-            clock.mark(APPENDED)
+    def _end_cycle(self, batch: ScheduleBatch, step: Step, parts: list[Part]) -> GenerationBatchResult:
+        if parts:
+            self._metrics.clock.mark(VERIFIED)
+            for part in parts:
+                self._cycle.append_again(step, part.index)
+            self._metrics.clock.mark(APPENDED)
+        accepted, output = step.accepted, step.output
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
         # The next replay overwrites them before the scheduler has read them.
-        _, hidden_states = cycle.split_hidden_states(output.logits_output)
-        output.logits_output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
-        return self._result(accepted, output)
+        _, hidden_states = self._cycle.split_hidden_states(output)
+        output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=accepted.out_tokens.reshape(-1),
+            accept_lens=accepted.accept_lens,
+            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
+            speculative_num_draft_tokens=accepted.out_tokens.shape[1],
+            can_run_cuda_graph=step.is_replay,
+        )
 
     def _block_batch(
-        self, batch: ScheduleBatch, is_plain: bool, width: int, graphs: CycleGraphRunner | None
+        self, batch: ScheduleBatch, width: int, graphs: CycleGraphRunner | None
     ) -> tuple[Block, ForwardBatch, bool]:
-        """Blocks of `[bonus, mask x (width - 1)]`, the TARGET_VERIFY batch of them, and whether a graph can be replayed
-        for it."""
+        """Blocks of `[bonus, mask x (width - 1)]`, in the buffers of a graph of their size where there is one; the
+        TARGET_VERIFY batch of them; and whether a graph can be replayed for it."""
         draft_input: DFlashDraftInput = batch.spec_info
         bs = batch.batch_size()
         static = None if graphs is None else graphs.blocks(bs)
         block = Block.empty(bs, width, self.device) if static is None else static.block
         ops.prepare_block(
-            draft_input.bonus_tokens,
-            batch.seq_lens,
-            batch.req_pool_indices,
-            self.req_to_token_pool.req_to_token,
-            self._mask_token_id,
-            draw_parameters(batch.sampling_info) if is_plain else None,
-            self._seeds.getrandbits(63),
-            block if static is None else static.padded,
+            bonus_tokens=draft_input.bonus_tokens,
+            seq_lens=batch.seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            mask_token_id=self._mask_token_id,
+            parameters=self._sampler.draw_parameters(batch.sampling_info),
+            seed=self._seeds.getrandbits(63),
+            block=block if static is None else static.padded,
         )
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
         batch.input_ids = block.input_ids
@@ -290,8 +327,10 @@ class DFlashWorker(BaseSpecWorker):
         )
         return block, forward_batch, static is not None and graphs.can_run_graph(forward_batch)
 
-    def _verify(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
-        return self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+    def _verify(self, forward_batch: ForwardBatch, can_run_cuda_graph: bool = False) -> LogitsProcessorOutput:
+        result = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        assert result.can_run_cuda_graph == can_run_cuda_graph
+        return result.logits_output
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
@@ -332,20 +371,9 @@ class DFlashWorker(BaseSpecWorker):
             can_run_cuda_graph=False,
         )
 
-    def _result(self, accepted: Acceptance, output: GenerationBatchResult) -> GenerationBatchResult:
-        return GenerationBatchResult(
-            logits_output=output.logits_output,
-            next_token_ids=accepted.out_tokens.reshape(-1),
-            accept_lens=accepted.accept_lens,
-            new_seq_lens=accepted.new_seq_lens,
-            next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
-            speculative_num_draft_tokens=accepted.out_tokens.shape[1],
-            can_run_cuda_graph=output.can_run_cuda_graph,
-        )
-
-    def _host_kv_lens(self, batch: ScheduleBatch, num_rows: int) -> torch.Tensor:
-        """[bs] on the CPU, KV lengths for planning, with so many rows of a block: exact where a backend asked the
+    def _host_kv_lens(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
+        """[bs] on the CPU, KV lengths for planning, with so many tokens of a block: exact where a backend asked the
         scheduler for sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
         if batch.seq_lens_cpu is not None:
-            return batch.seq_lens_cpu + num_rows
+            return batch.seq_lens_cpu + width
         return batch.spec_info.reserved_seq_lens_cpu

@@ -83,13 +83,18 @@ def flash_attn_with_kvcache(
     return out
 
 
-def install() -> None:
-    """Let SGLang have its FA3 backend, with this package's hook."""
+def provide() -> None:
+    """Let SGLang import its FA3 backend."""
     module = ModuleType("sgl_kernel.flash_attn")
     module.flash_attn_with_kvcache, module.get_scheduler_metadata = flash_attn_with_kvcache, get_scheduler_metadata
     module.flash_attn_varlen_func = None
     sys.modules[module.__name__] = module
     sgl_kernel.merge_state_v2 = None
+
+
+def install() -> None:
+    """Let SGLang have its FA3 backend, with this package's hook."""
+    provide()
     from sglang.srt.layers.attention import flashattention_backend
 
     flashattention_backend.flash_attn_with_kvcache = flash_attn_with_kvcache

@@ -133,14 +133,17 @@ TARGETS = {
         backends=(),
     ),
     "gemma4": Target(
-        _COMMON
+        {name: value for name, value in _COMMON.items() if name not in ("rope_theta", "rope_scaling")}
         | {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
             "hidden_activation": "gelu_pytorch_tanh",
             "layer_types": _LAYER_TYPES,
             "sliding_window": WINDOW,
-            "global_head_dim": 128,
+            # Full layers of another head_dim are for the multimodal config, whose towers are not wanted here.
+            "per_layer_config": None,
+            "v_head_dim": 64,
+            "swa_num_key_value_heads": 2,
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "rope_parameters": {

@@ -190,6 +190,14 @@ USES = (
     ),
     Use(
         "memory.py",
+        "what SGLang leaves beside its pools, from which the cycles' memory is apart",
+        (
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+            "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb",
+        ),
+    ),
+    Use(
+        "memory.py",
         "limits of a request that the scheduler has accepted",
         (
             f"{_PARAMS}.SamplingParams.max_new_tokens",
@@ -209,10 +217,15 @@ USES = (
     Use(
         "graphs.py", "replaced, so that SGLang captures with our runner", (f"{_RUNNER}._decode_cuda_graph_runner_cls",)
     ),
-    Use("graphs.py", "builds backends for blocks of fewer rows", (f"{_RUNNER}._get_attention_backend",)),
     Use(
         "graphs.py",
-        "exchanged while blocks of fewer rows are verified",
+        "replaced, so that there is a row of it per request and not per verified token",
+        (f"{_RUNNER}.max_shared_logits_buffer_rows", "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput"),
+    ),
+    Use("graphs.py", "builds backends for blocks of fewer tokens", (f"{_RUNNER}._get_attention_backend",)),
+    Use(
+        "graphs.py",
+        "exchanged while blocks of fewer tokens are verified",
         (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
     ),
     Use(
@@ -254,6 +267,17 @@ USES = (
             f"{_TRITON}._fill_cuda_graph_swa_out_cache_loc",
             f"{_ATTENTION}.triton_backend.update_sliding_window_buffer",
             "sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton",
+        ),
+    ),
+    Use(
+        "block_plan.py",
+        "replaced, so that lists of KV slots have room for chains of drafts and not for trees, one for all widths",
+        (
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
+            f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_kv_indices",
+            f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_custom_mask",
+            f"{_TRITON}.init_cuda_graph_state",
+            f"{_TRITON}.cuda_graph_kv_indices",
         ),
     ),
     Use(
@@ -371,7 +395,7 @@ USES = (
     # --- sampling ---------------------------------------------------------------------------------------------------
     Use(
         "sampling.py",
-        "rows of a block are chosen as SGLang chooses one token: its sampler, and all that comes before it",
+        "tokens of a block are chosen as SGLang chooses one: its sampler, and all that comes before it",
         (
             "sglang.srt.layers.sampler.Sampler",
             "sglang.srt.layers.sampler.apply_custom_logit_processor",
@@ -384,8 +408,11 @@ USES = (
     ),
     Use(
         "sampling.py",
-        "filled in for every row of a block",
+        "filled in for every token of the blocks of requests that ask for them, and read of no others",
         (
+            f"{_RESULTS}._apply_decode_logprobs",
+            f"{_RESULTS}._normalize_decode_outputs",
+            f"{_RESULT}.copy_to_cpu",
             f"{_LOGITS_OUTPUT}.next_token_logprobs",
             f"{_LOGITS_OUTPUT}.next_token_top_logprobs_val",
             f"{_LOGITS_OUTPUT}.next_token_top_logprobs_idx",
@@ -429,6 +456,25 @@ USES = (
             f"{_RELOADS}.UpdateWeightsFromTensorReqInput.selector",
             f"{_RELOADS}.UpdateWeightsFromDistributedReqInput.selector",
         ),
+    ),
+    Use(
+        "admin.py",
+        "handlers of requests are exchanged in its table",
+        (f"{_SCHEDULER}._request_dispatcher", "sglang.utils.TypeBasedDispatcher"),
+    ),
+    Use(
+        "admin.py",
+        "rid has the message of an answer that has no field for it; tags are told apart and completed",
+        (
+            f"{_RELOADS}.BaseReq.rid",
+            f"{_RELOADS}.ReleaseMemoryOccupationReqInput.tags",
+            f"{_RELOADS}.ResumeMemoryOccupationReqInput.tags",
+        ),
+    ),
+    Use(
+        "weights.py",
+        "copied for an update of the target, without the drafter",
+        ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
     ),
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(

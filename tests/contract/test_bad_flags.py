@@ -266,6 +266,13 @@ def test_block_verification_changes_nothing_and_says_so(caplog):
     )
 
 
+@pytest.mark.parametrize("kept", [{}, {"enable_weights_cpu_backup": True}], ids=["drafter", "both"])
+def test_drafter_outlives_the_release_of_its_memory(kept):
+    args = resolved_view(asked(enable_memory_saver=True, **kept))
+    assert args.enable_draft_weights_cpu_backup is not bool(kept)
+    assert not resolved_view(asked()).enable_draft_weights_cpu_backup
+
+
 def test_server_that_would_not_check_requests():
     with envs.SGLANG_RUST_SERVER.override(True):
         assert refusal().startswith("SGLANG_RUST_SERVER=1 is not supported")

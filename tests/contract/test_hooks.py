@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+from pathlib import Path
 
 import processes
 import pytest
@@ -24,8 +25,11 @@ from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
 
+TESTS = Path(__file__).parents[1]
 ON_CPU = not torch.cuda.is_available()
 ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else FA3_HOOKS), *(FLASHINFER_HOOKS if is_flashinfer_available() else [])]
+# Without a GPU, FA3's are registered over what stands in for it, in processes that ask for that.
+LOST_IN_TURN = [*ALL_HOOKS, *(FA3_HOOKS if ON_CPU else [])]
 
 # What a process of a server does first. `resolve(dflash=...)` completes the arguments of one server; `lose` has hooks
 # registered where nothing is, as if SGLang had moved what they are for; `in_turn` calls a function with each argument,
@@ -105,10 +109,9 @@ def test_every_hook_is_in_effect():
     assert [hook for hook in ALL_HOOKS if not hooks._is_bound(hook)] == []
 
 
-@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target.rpartition("srt.")[2])
+@pytest.mark.parametrize("hook", LOST_IN_TURN, ids=lambda hook: hook.target.rpartition("srt.")[2])
 def test_every_hook_says_why_and_until_when(hook):
     assert hook.why and hook.until
-    assert pkgutil.resolve_name(hook.target)
 
 
 def test_hook_that_is_not_bound_is_found(monkeypatch):
@@ -124,9 +127,15 @@ def test_hook_that_is_not_bound_is_found(monkeypatch):
     )
 
 
-LOSE_EACH_IN_TURN = """
+LOSE_EACH_IN_TURN = f"""
 # Imported here, as it takes seconds.
 from sglang_dflash import integration
+
+if {ON_CPU}:
+    sys.path.insert(0, {str(TESTS)!r})
+    import fa3_stand_in
+    fa3_stand_in.provide()
+    integration.is_cuda = lambda: True
 
 def start(target):
     lose(target)
@@ -134,13 +143,14 @@ def start(target):
     resolve(dflash=False)
     resolve(dflash=True)
 
-print(json.dumps(in_turn(start, [hook.target for hook in integration.HOOKS])))
+print(json.dumps(in_turn(start, {["nothing", *(hook.target for hook in LOST_IN_TURN)]!r})))
 """
 
 
 def test_missing_hook_stops_dflash_and_nothing_else(run_python):
     errors = last_json(run_python(LOSE_EACH_IN_TURN, spawn=True))
-    assert list(errors) == [hook.target for hook in HOOKS]
+    assert errors.pop("nothing") is None
+    assert list(errors) == [hook.target for hook in LOST_IN_TURN]
     for target, error in errors.items():
         assert error is not None, f"DFLASH starts without {target}"
         kind, message = error

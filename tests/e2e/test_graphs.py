@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from serving import SYNC, TWO_CORES, Settings, with_plugin
+from grammars import FUNCTIONS
+from serving import SYNC, TWO_CORES, Settings, assert_same_answers, with_plugin
 from various import KINDS, various_requests
 
 pytestmark = pytest.mark.cpu(reason="on a GPU there are CUDA graphs")
@@ -21,6 +22,23 @@ NOT_PADDED = Settings(
 )
 TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES)
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
+# The plain rule accepts the first one's tokens; those of the others are overruled, two requests at a time.
+MIXED = [
+    {},
+    {"frequency_penalty": 0.5, "return_logprob": True, "top_logprobs_num": 2},
+    {"logit_bias": {"263": 3.0}},
+    {"return_logprob": True, "token_ids_logprob": [5, 200]},
+    {"regex": FUNCTIONS, "ignore_eos": False, "return_logprob": True, "top_logprobs_num": 1},
+    {"min_new_tokens": 20, "stop_token_ids": [200], "ignore_eos": False},
+    {"temperature": 1e-4, "top_k": 2},
+]
+LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+
+
+def log_probabilities(entries: list | None) -> list[float]:
+    """Of tokens, or of several for each token; an entry is [log probability, token, text]."""
+    flat = [each for entry in entries or [] for each in (entry if isinstance(entry[0], list) else [entry])]
+    return [number for number, *_ in flat]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +53,17 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
     pair.lossless(lambda server: server.generate_concurrently(requests))
     # Cycles of greedy requests alone.
     pair.lossless(lambda server: server.generate_concurrently(requests[:: len(KINDS)]))
+    mixed = [
+        {"input_ids": prompt, "max_new_tokens": 40, "ignore_eos": True} | MIXED[i % len(MIXED)]
+        for i, prompt in enumerate(prompts[: 3 * len(MIXED)])
+    ]
+    dflash, plain = pair.ask(lambda server: server.generate_concurrently(mixed))
+    assert_same_answers(dflash, plain)
+    for mine, expected in zip(dflash, plain):
+        for field in LOGPROBS:
+            assert (field in mine["meta_info"]) == (field in expected["meta_info"])
+            numbers = log_probabilities(expected["meta_info"].get(field))
+            assert log_probabilities(mine["meta_info"].get(field)) == pytest.approx(numbers, abs=1e-4)
 
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()

@@ -4,11 +4,17 @@ Two ranks sum in another order than one, so their float32 logits differ in the l
 logits are hardly ever that close: its answers are the same on either, and a difference here is a fault.
 """
 
+import base64
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from serving import RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
+
+from sglang_dflash.tiny_pair import TARGET_DIR
 
 pytestmark = pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
 
@@ -99,6 +105,28 @@ def test_abort_in_mid_stream(pair, prompts):
 
     assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert_same_answers(answers, expected)
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
+@pytest.mark.parametrize(("kind", "state"), [("no pickle", "Nothing was loaded."), ("shape", "may have been loaded")])
+def test_tensors_that_one_rank_cannot_load(pair, prompts, kind, state):
+    """The update has failed on both, or they would go on with different caches."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    zeros = torch.zeros_like(load_file(TARGET_DIR / "model.safetensors")[name])
+    payloads = [pickle.dumps([(name, zeros)]), b"x" if kind == "no pickle" else pickle.dumps([(name, zeros[1:])])]
+    body = {"serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads]}
+
+    pair.dflash.post("/begin_weight_update", {})
+    refused = pair.dflash.try_post("/update_weights_from_tensor", body)
+    pair.dflash.post("/end_weight_update", {})
+
+    assert refused.status_code == 400
+    assert refused.json()["message"].startswith("rank 1: ")
+    assert state in refused.json()["message"]
+    for body in ({"model_path": "/nowhere"}, {"model_path": str(TARGET_DIR), "load_format": "x"}):
+        assert pair.dflash.try_post("/update_weights_from_disk", body).status_code == 400
+    assert pair.dflash.post("/update_weights_from_disk", {"model_path": str(TARGET_DIR)})["success"]
+    pair.lossless(lambda server: server.generate_concurrently([{"input_ids": prompt} for prompt in prompts[:8]]))
 
 
 @pytest.mark.parametrize("settings", [SMALL_POOL_TWO_RANKS], indirect=True, ids=str)

@@ -1,6 +1,8 @@
 """Fill an Engine's KV pool with running requests until none is left for the next token, and write what came of it.
 
-usage: fill_pool.py ENGINE OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments.
+usage: fill_pool.py ENGINE KINDS OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments. KINDS is a JSON list of
+rounds: of each, sampling parameters (or `return_logprob`) that its requests get in turn. When a round has ended, a file
+with its number behind OUTPUT's name is there.
 """
 
 import json
@@ -15,19 +17,30 @@ import sglang
 VOCAB_SIZE = 1000
 
 
-def main(arguments: str, output: str) -> None:
-    engine = sglang.Engine(skip_tokenizer_init=True, log_level="warning", **json.loads(arguments))
+def main(arguments: str, kinds: str, output: str) -> None:
+    engine = sglang.Engine(log_level="warning", **json.loads(arguments))
     state = engine.get_server_info()["internal_states"][0]
     described, running = state["sglang_dflash"], state["effective_max_running_requests_per_dp"]
     share = described["kv_capacity_tokens"] // running
     # SGLang admits requests that it expects to end in time, and these do not: together they need 1.1 times the pool.
     prompt_len, new_tokens = int(0.9 * share), int(0.2 * share)
-    draw = random.Random(0)
-    answers = engine.generate(
-        input_ids=[draw.choices(range(1, VOCAB_SIZE), k=prompt_len) for _ in range(running + running // 4)],
-        # Sampled rows need the most memory beside the pool.
-        sampling_params={"temperature": 1.0, "top_p": 0.9, "max_new_tokens": new_tokens, "ignore_eos": True},
-    )
+    draw, num_requests = random.Random(0), running + running // 4
+    rounds = []
+    for number, of_round in enumerate(json.loads(kinds)):
+        each = [of_round[i % len(of_round)] for i in range(num_requests)]
+        rounds.append(
+            engine.generate(
+                input_ids=[draw.choices(range(1, VOCAB_SIZE), k=prompt_len) for _ in each],
+                sampling_params=[
+                    {"max_new_tokens": new_tokens, "ignore_eos": True}
+                    | {name: value for name, value in kind.items() if name != "return_logprob"}
+                    for kind in each
+                ],
+                return_logprob=[kind.get("return_logprob", False) for kind in each],
+                top_logprobs_num=[5 if kind.get("return_logprob") else 0 for kind in each],
+            )
+        )
+        Path(f"{output}.{number}").touch()
     engine.flush_cache()
     deadline, used = time.monotonic() + 15, None
     while used != 0 and time.monotonic() < deadline:
@@ -39,9 +52,15 @@ def main(arguments: str, output: str) -> None:
         "described": described,
         "running": running,
         "new_tokens": new_tokens,
-        "finished": [answer["meta_info"]["finish_reason"] for answer in answers],
-        "output_lens": [len(answer["output_ids"]) for answer in answers],
-        "num_retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
+        "rounds": [
+            {
+                "finished": [answer["meta_info"]["finish_reason"] for answer in answers],
+                "output_lens": [len(answer["output_ids"]) for answer in answers],
+                "num_logprobs": [len(answer["meta_info"].get("output_token_logprobs", ())) for answer in answers],
+                "num_retractions": sum(answer["meta_info"]["num_retractions"] for answer in answers),
+            }
+            for answers in rounds
+        ],
         "used_afterwards": used,
     }
     Path(output).write_text(json.dumps(result))

@@ -1,4 +1,5 @@
-"""SGLang's own sizing of the KV pool, with the drafter's counted in: a full pool leaves the GPU memory to work with."""
+"""SGLang's own sizing of the KV pool, with the drafter's and the cycles' memory counted in: a full pool leaves the GPU
+memory to work with, whatever its requests ask for."""
 
 import json
 import os
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflash.tiny_pair import TARGET_DIR
+
 SCRIPT = Path(__file__).with_name("fill_pool.py")
+RUNNING = 256
 HEAD_DIM, KV_HEADS, LAYERS, DRAFT_LAYERS = 128, 64, 16, 3
 # KV heads as many as few targets have: over half a megabyte per token, so that the pool is soon full. The vocabulary is
 # Qwen3's, whose logits are what verification needs most memory for.
@@ -65,30 +69,89 @@ def free_memory() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
-@pytest.mark.gpu
-def test_full_pool(tmp_path):
-    output, log = tmp_path / "result.json", tmp_path / "log.txt"
-    command = [sys.executable, SCRIPT, json.dumps(ENGINE | write_configs(tmp_path)), output]
+def fill(folder: Path, engine: dict, rounds: list[list[dict]], environment: dict) -> tuple[dict, list[int]]:
+    """What `fill_pool.py` writes, and the least memory that was free, in MiB, in each of its rounds."""
+    output, log = folder / "result.json", folder / "log.txt"
+    command = [sys.executable, SCRIPT, json.dumps(ENGINE | engine | write_configs(folder)), json.dumps(rounds), output]
     with log.open("w") as stderr:
-        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr)
-    least_free = free_memory()
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=stderr)
+    least_free = [free_memory() for _ in rounds]
     try:
         while process.poll() is None:
-            least_free = min(least_free, free_memory())
+            ended = sum(Path(f"{output}.{number}").exists() for number in range(len(rounds)))
+            current = min(ended, len(rounds) - 1)
+            least_free[current] = min(least_free[current], free_memory())
             time.sleep(0.1)
     finally:
         process.kill()
     assert process.returncode == 0, log.read_text()[-4000:]
-    result = json.loads(output.read_text())
+    return json.loads(output.read_text()), least_free
+
+
+def assert_served(result: dict) -> None:
+    for of_round in result["rounds"]:
+        # Requests are put back when the next block of one has no slots any more.
+        assert of_round["num_retractions"] > 0
+        assert all(reason["type"] == "length" for reason in of_round["finished"])
+        assert of_round["output_lens"] == [result["new_tokens"]] * (result["running"] + result["running"] // 4)
+    assert result["used_afterwards"] == 0
+
+
+@pytest.mark.gpu
+def test_full_pool(tmp_path):
+    # Sampled rows need the most memory beside the pool.
+    rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
+    result, [least_free] = fill(tmp_path, {"skip_tokenizer_init": True}, rounds, ENVIRONMENT)
     described = result["described"]
     print(f"\n{described['kv_bytes_per_token']} bytes per token, room for {described['kv_capacity_tokens']} tokens")
-    print(f"{result['num_retractions']} retractions, {least_free} MiB free at the fullest")
+    print(f"{result['rounds'][0]['num_retractions']} retractions, {least_free} MiB free at the fullest")
 
     per_layer = 2 * KV_HEADS * HEAD_DIM * 2
     assert described["kv_bytes_per_token"] == {"target": LAYERS * per_layer, "drafter": DRAFT_LAYERS * per_layer}
-    # Requests are put back when the next block of one has no slots any more.
-    assert result["num_retractions"] > 0
-    assert all(reason["type"] == "length" for reason in result["finished"])
-    assert result["output_lens"] == [result["new_tokens"]] * (result["running"] + result["running"] // 4)
-    assert result["used_afterwards"] == 0
+    assert_served(result)
     assert least_free > 0
+
+
+# With a tokenizer of the prompts' tokens, for grammars; no acceptance is simulated, which would break them.
+MANY = {
+    "tokenizer_path": str(TARGET_DIR),
+    "max_running_requests": RUNNING,
+    "cuda_graph_bs_decode": [8, 64, RUNNING],
+}
+PLAIN = [{"temperature": 0}, {"temperature": 1.0, "top_p": 0.9}]
+OVERRULED = [
+    {"temperature": 0, "return_logprob": True},
+    {"temperature": 1.0, "top_p": 0.9, "return_logprob": True},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0, "min_new_tokens": 8, "presence_penalty": 0.3},
+    {"temperature": 0, "logit_bias": {"5": 1.0}},
+    {"temperature": 0, "regex": "[a-z ]{2000,}"},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_seeded", [False, True], ids=["unseeded", "seeded"])
+def test_requests_of_every_kind(tmp_path, is_seeded):
+    """256 requests that SGLang's sampler chooses for take more memory than as many that the graph chooses for, but no
+    more than was left for that when the pool was sized, and what SGLang itself keeps of penalties and biases."""
+    engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
+    seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
+    overruled = [kind | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
+    environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+    result, least_free = fill(tmp_path, engine, [PLAIN, [*PLAIN, *overruled], overruled], environment)
+
+    counted = {name: num_bytes >> 20 for name, num_bytes in result["described"]["cycle_bytes"].items()}
+    print(f"\nMiB counted: {counted}; free at the fullest of each round: {least_free}")
+    assert result["running"] == RUNNING
+    assert_served(result)
+    for of_round, kinds in zip(result["rounds"][1:], ([*PLAIN, *overruled], overruled), strict=True):
+        lens = zip(of_round["num_logprobs"], of_round["output_lens"])
+        for i, (num_logprobs, output_len) in enumerate(lens):
+            assert num_logprobs == (output_len if kinds[i % len(kinds)].get("return_logprob") else 0)
+    assert min(least_free) > 0
+    # SGLang has a row of the vocabulary per request of each penalty, of their sum and factor, and of biases, and copies
+    # them when requests come and go.
+    row_bytes = SHAPE["vocab_size"] * 4 * RUNNING
+    assert least_free[0] - min(least_free[1:]) <= counted["sampler"] + (12 * row_bytes >> 20)

@@ -25,7 +25,7 @@ from windowed import WINDOW, write_windowed_pair
 
 from sglang_dflash.arguments import load_drafter_config
 from sglang_dflash.config import ConfigError
-from sglang_dflash.memory import KVMemory, check_window_pool
+from sglang_dflash.memory import CycleMemory, KVMemory, check_window_pool
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
@@ -136,10 +136,10 @@ def served(args: ServerArgs):
 
 
 def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
-    """What a server with `BUDGET` bytes for KV allocates: its config, and the pools of target and drafter."""
+    """What a server with `BUDGET` bytes for KV, beside those for cycles, allocates: its config, and its two pools."""
     with served(args):
         kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(is_draft_worker=False))
-        config = kvc.config_from_budget(BUDGET)
+        config = kvc.config_from_budget(BUDGET + CycleMemory.of(kvc).total)
         config.max_running_requests = 4
         pools = kvc._init_pools(
             sizes=kvc._derive_pool_sizes(config=config), req_to_token_pool=None, token_to_kv_pool_allocator=None

@@ -6,11 +6,14 @@ behind `BlockSampler` and `accept_prefix`, as in the worker's cycle, or the cycl
 
 from __future__ import annotations
 
+import sys
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sampled import FIRST, NUM_NEW, SETTINGS, STOP, TABLE, VOCAB, p_value
+from torch.profiler import profile
 
 from sglang_dflash.cpu.platform import cpu_engine
 
@@ -18,6 +21,7 @@ if not cpu_engine():
     pytest.skip("samples on the CPU", allow_module_level=True)
 
 from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers import sampler as srt_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, create_sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -26,8 +30,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import ops, sampling
-from sglang_dflash.sampling import BlockSampler, draw_parameters
+from sglang_dflash import ops, sampling, settings
+from sglang_dflash.sampling import BlockSampler, draw_parameters, sampler_bytes
 from sglang_dflash.tiny_pair import TARGET_DIR
 
 BLOCK_SIZE = 4
@@ -60,15 +64,12 @@ def batch_of(reqs: list[Req]) -> ScheduleBatch:
 
 
 def block_sampler(num_slots: int, sampler: Sampler | None = None) -> BlockSampler:
-    return BlockSampler(
-        SimpleNamespace(
-            sampler=create_sampler() if sampler is None else sampler,
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.empty(num_slots, 0)),
-            model_config=SimpleNamespace(vocab_size=VOCAB),
-            device="cpu",
-        ),
-        get_tp_group(),
+    runner = SimpleNamespace(
+        sampler=create_sampler() if sampler is None else sampler,
+        model_config=SimpleNamespace(vocab_size=VOCAB),
+        device="cpu",
     )
+    return BlockSampler(runner, num_slots, get_tp_group())
 
 
 def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> torch.Tensor:
@@ -105,7 +106,8 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
             ops.sample_rows(output.next_token_logits, maxima, target, parameters, torch.tensor([seed]))
             target = target.view(n, BLOCK_SIZE)
         else:
-            target = sampler(batch, output, block, positions, None, None)
+            [part] = sampler.parts(batch, sampler.overruled(batch), BLOCK_SIZE)
+            target = sampler(batch, part, output, block, positions, None, None)
         target[:, 0] = torch.where(torch.rand(n) < bias, block[:, 1], target[:, 0])
         accepted = ops.accept_prefix(block, target, batch.seq_lens)
         sampler.end_cycle(batch, accepted)
@@ -130,7 +132,7 @@ def test_a_bias_of_one_percent_is_seen(name):
     assert p_value(SETTINGS[name], continuations(SETTINGS[name], bias=0.01)) < 0.001
 
 
-# --- which batches the cycle draws for ------------------------------------------------------------------------------
+# --- which requests the cycle chooses for -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -141,53 +143,50 @@ def flashinfer(monkeypatch):
 
 
 GREEDY = {"temperature": 0}
-PLAIN = [
-    [GREEDY],
-    [{}],
-    [{"temperature": 0.5}, GREEDY],
-    [{"top_k": 3, "top_p": 0.9}],
-    [{"top_k": 3}, {"min_p": 0.1}],
-    [{"top_p": 0.9}, {"min_p": 0.1}],
+# Requests of a batch, and the places of those that SGLang's sampler chooses for.
+BATCHES = [
+    ([GREEDY], []),
+    ([{}], []),
+    ([{"temperature": 0.5}, GREEDY], []),
+    ([{"top_k": 3, "top_p": 0.9}], []),
+    ([{"top_k": 3}, {"min_p": 0.1}], []),
+    ([{"top_p": 0.9}, {"min_p": 0.1}], []),
+    ([{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], []),
+    ([{"top_k": 3, "top_p": 0.9, "min_p": 0.1}], [0]),
+    ([{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, GREEDY], [1]),
+    ([GREEDY | {"frequency_penalty": 0.5}], [0]),
+    ([GREEDY, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}], [1, 2]),
+    ([{"min_new_tokens": 2}, {}], [0]),
+    ([{}, {"logit_bias": {"1": 2.0}}], [1]),
 ]
-NOT_PLAIN = [
-    [GREEDY | {"frequency_penalty": 0.5}],
-    [{"min_new_tokens": 2}, {}],
-    [{}, {"logit_bias": {"1": 2.0}}],
-    [{"top_k": 3, "top_p": 0.9, "min_p": 0.1}],
-    [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}],
-]
 
 
-@pytest.mark.parametrize("params", PLAIN)
-def test_plain(params, flashinfer):
-    assert block_sampler(1).is_plain(batch_of([request(one) for one in params]))
+@pytest.mark.parametrize(("params", "overruled"), BATCHES)
+def test_overruled(params, overruled, flashinfer):
+    assert block_sampler(1).overruled(batch_of([request(one) for one in params])) == overruled
 
 
-@pytest.mark.parametrize("params", NOT_PLAIN)
-def test_not_plain(params, flashinfer):
-    assert not block_sampler(1).is_plain(batch_of([request(one) for one in params]))
-
-
+@pytest.mark.parametrize("params", [{}, GREEDY])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("of_request", "value", "of_batch"),
     [
-        ("sampling_seed", torch.tensor([1])),
-        ("return_sampling_masks", [True]),
-        ("has_custom_logit_processor", True),
+        ("return_logprob", True, "return_logprob"),
+        ("grammar", object(), "has_grammar"),
+        ("custom_logit_processor", "processor", None),
     ],
 )
-def test_what_a_draw_cannot_give_is_not_plain(name, value, flashinfer):
-    batch = batch_of([request({})])
-    setattr(batch.sampling_info, name, value)
-    assert not block_sampler(1).is_plain(batch)
+def test_what_the_host_has_to_see_is_overruled(params, of_request, value, of_batch, flashinfer):
+    batch = batch_of([request(params), request(params)])
+    setattr(batch.reqs[1], of_request, value)
+    setattr(batch if of_batch else batch.sampling_info, of_batch or "has_custom_logit_processor", True)
+    assert block_sampler(1).overruled(batch) == [1]
 
 
-@pytest.mark.parametrize("name", ["return_logprob", "has_grammar"])
-@pytest.mark.parametrize("params", [{}, GREEDY])
-def test_what_the_host_has_to_see_is_not_plain(name, params, flashinfer):
-    batch = batch_of([request(params)])
-    setattr(batch, name, True)
-    assert not block_sampler(1).is_plain(batch)
+def test_seeded_draws_are_overruled(flashinfer):
+    batch = batch_of([request(GREEDY), request({})])
+    batch.sampling_info.sampling_seed = torch.tensor([1, 2])
+    assert block_sampler(1).overruled(batch) == [1]
+    assert block_sampler(1).draw_parameters(batch.sampling_info) is None
 
 
 def test_another_sampler_draws_for_itself(flashinfer):
@@ -197,10 +196,55 @@ def test_another_sampler_draws_for_itself(flashinfer):
     on_policy = Sampler()
     on_policy.rl_on_policy_target = "fsdp"
     for sampler in (Custom(), on_policy):
-        assert not block_sampler(1, sampler).is_plain(batch_of([request({})]))
+        assert block_sampler(1, sampler).overruled(batch_of([request({}), request(GREEDY)])) == [0]
 
 
 def test_other_backends_draw_by_other_rules():
     sampler = block_sampler(1)
-    assert not sampler.is_plain(batch_of([request({})]))
-    assert sampler.is_plain(batch_of([request(GREEDY)]))
+    assert sampler.overruled(batch_of([request({}), request(GREEDY)])) == [0]
+    assert sampler.overruled(batch_of([request(GREEDY)])) == []
+
+
+def test_parts_are_bounded(monkeypatch):
+    """The sampler gets whole requests, never more than fit into its bytes, and at least one."""
+    batch, places = batch_of([request({})] * 9), [0, 1, 3, 4, 5, 8]
+    sizes = {}
+    for num_bytes in (1, sampler_bytes(VOCAB, BLOCK_SIZE), 4 * sampler_bytes(VOCAB, BLOCK_SIZE) + 1, 1 << 30):
+        monkeypatch.setattr(settings.SETTINGS, "sampler_bytes", num_bytes)
+        parts = block_sampler(1).parts(batch, places, BLOCK_SIZE)
+        assert [place for part in parts for place in part.places] == places
+        assert all(part.index.tolist() == part.places for part in parts)
+        sizes[num_bytes] = [len(part.reqs) for part in parts]
+    assert list(sizes.values()) == [[1] * 6, [1] * 6, [4, 2], [6]]
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, {}, {"top_p": 0.9}, {"top_p": 0.9, "frequency_penalty": 0.5}], ids=str)
+def test_the_memory_of_the_sampler_is_counted(params, is_seeded, monkeypatch):
+    n, vocab_size = 4, 20_000
+    monkeypatch.setattr(sys.modules[__name__], "VOCAB", vocab_size)
+    reqs = [request(params) for _ in range(n)]
+    for req in reqs:
+        req.return_logprob, req.logprob.top_logprobs_num = True, 5
+    batch = batch_of(reqs)
+    batch.req_pool_indices, batch.seq_lens = torch.arange(n), torch.full((n,), 2)
+    if is_seeded:
+        batch.sampling_info.sampling_seed = torch.arange(n)
+        # On a GPU it is one kernel.
+        hashed = torch.randint(2**32, (n * BLOCK_SIZE, 1)).to(torch.uint32)
+        monkeypatch.setattr(srt_sampler, "murmur_hash32", lambda *_: hashed.repeat(1, vocab_size))
+    sampler = block_sampler(n)
+    sampler._sampler.enable_deterministic = is_seeded
+    output = LogitsProcessorOutput(torch.randn(n * BLOCK_SIZE, vocab_size, dtype=torch.bfloat16))
+    output.next_token_logprobs = torch.zeros(n, BLOCK_SIZE)
+    block = torch.randint(vocab_size, (n, BLOCK_SIZE))
+    [part] = sampler.parts(batch, list(range(n)), BLOCK_SIZE)
+
+    with torch.compiler.set_stance("force_eager"), profile(profile_memory=True) as profiler:
+        sampler(batch, part, output, block, torch.arange(block.numel()), None, None)
+
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    peak = max(accumulate(sizes)) / (n * sampler_bytes(vocab_size, BLOCK_SIZE))
+    bound = settings.SETTINGS.seeded_sampler_copies if is_seeded else settings.SETTINGS.sampler_copies
+    assert 1 <= peak <= bound, peak

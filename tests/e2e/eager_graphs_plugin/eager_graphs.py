@@ -1,8 +1,10 @@
 """A plugin for the tests: CUDA graphs without CUDA.
 
 SGLang's decode graph runner, and ours, with a backend that runs again what it was given to capture. Attention is
-prepared in each of those runs, so it needs no plan; everything else of `graphs.py` is as on a GPU. SGLang finds the
-plugin through the entry point beside it, where this folder is in PYTHONPATH.
+prepared in each of those runs, so it needs no plan; everything else of `graphs.py` is as on a GPU, memory too: a
+replay's results are where those of the capture were, over those of the replay before, and no buffer of its inputs still
+has what the replay before was given. SGLang finds the plugin through the entry point beside it, where this folder is in
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ class EagerBackend:
         yield
 
     def capture_one(self, key, forward, capture_inputs=None, post_warmup_hook=None) -> None:
-        forward()
-        self._captured[key] = forward
+        before = dict(self._runner._captured)
+        output = forward()
+        [(kept_as, kept)] = [item for item in self._runner._captured.items() if item[1] is not before.get(item[0])]
+        self._captured[key] = forward, output, kept_as, kept
 
     def can_run(self, forward_batch, key) -> bool:
         return key in self._captured
@@ -44,8 +48,28 @@ class EagerBackend:
         if key not in self._replayed:
             self._replayed.add(key)
             logger.warning("Replayed: %d rows of %s", self._runner.width, key)
+        forward, output, kept_as, kept = self._captured[key]
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            return self._captured[key]()
+            overwrite(output, forward())
+        overwrite(kept.accepted, self._runner._captured[kept_as].accepted)
+        self._runner._captured[kept_as] = kept
+        return output
+
+
+def overwrite(results, new_results) -> None:
+    """Copy every tensor among the attributes of an object from another object of the same kind."""
+    for name, tensor in vars(results).items():
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(getattr(new_results, name))
+
+
+def spoil(block) -> None:
+    """Leave in a graph's buffers what no replay can run with."""
+    for name, value in vars(block).items():
+        if not isinstance(value, torch.Tensor):
+            spoil(value)
+        elif name != "seed":
+            value.fill_(torch.nan if value.is_floating_point() else -(2**30))
 
 
 class Event:
@@ -82,12 +106,26 @@ class Plan:
         self._backend.init_forward_metadata(batch)
 
 
+def spoiled(blocks):
+    """`CycleGraphRunner.blocks`, which a cycle begins with."""
+
+    def spoiled_blocks(runner, bs: int):
+        found = blocks(runner, bs)
+        if found is not None:
+            spoil(runner._block)
+        return found
+
+    return spoiled_blocks
+
+
 def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     from sglang_dflash import few_rows, graphs
+    from sglang_dflash.sampling import sampler_bytes
+    from sglang_dflash.settings import SETTINGS
     from sglang_dflash.worker import DFlashWorker
 
     empty = torch.empty
@@ -112,8 +150,11 @@ def register() -> None:
     TorchNativeAttnBackend.init_forward_metadata_in_graph = lambda self, batch: None
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
     graphs.block_plan = Plan
+    graphs.CycleGraphRunner.blocks = spoiled(graphs.CycleGraphRunner.blocks)
     # A CPU is always busy; noise must not decide which sizes are captured.
-    graphs.BUSY = 0
+    SETTINGS.busy = 0
+    # SGLang's sampler gets two requests of the tiny target at a time.
+    SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
     # Of one or two blocks, as on a GPU for larger weights.
     few_rows.is_faster = lambda weight, num_columns: True
 

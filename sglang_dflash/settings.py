@@ -1,0 +1,31 @@
+"""Constants that were tuned, in one place, with what each one is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    """
+    Attributes:
+        sampler_bytes: of float32 logits that SGLang's sampler gets at a time, whole requests of them and at least one:
+            so large that a GPU takes about as long for them as the host does to launch it.
+        sampler_copies: how many times as much the sampler holds at its most, of requests without seeds.
+        seeded_sampler_copies: the same with seeds, for which it sorts, and computes in float64.
+        busy: blocks of fewer tokens are for batches whose cycles take so many times as long as the shortest; smaller
+            batches wait for weights, however many tokens there are.
+        timed_replays: of each graph when the server starts; the fastest counts.
+        slots_ahead: KV slots that are reserved for a request beyond what a cycle may need, so that not every cycle of a
+            batch reserves some.
+    """
+
+    sampler_bytes: int = 64 << 20
+    sampler_copies: int = 7
+    seeded_sampler_copies: int = 16
+    busy: float = 1.05
+    timed_replays: int = 3
+    slots_ahead: int = 64
+
+
+SETTINGS = Settings()
