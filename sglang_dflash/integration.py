@@ -144,6 +144,14 @@ HOOKS = [
         until="LogitsProcessorOutput has a field for each",
     ),
     Hook(
+        target="sglang.srt.model_executor.model_runner_components.attention_backend_setup"
+        ".configure_aux_hidden_state_capture",
+        kind=HookType.AROUND,
+        function=hidden_states.capture_layers,
+        why="Qwen3-VL asks its language model for a method that only that of Qwen3-VL-MoE has",
+        until="Qwen3LLMModel has set_dflash_layers_to_capture",
+    ),
+    Hook(
         target="sglang.srt.models.qwen3.Qwen3Attention.forward",
         kind=HookType.AROUND,
         function=qwen3_blocks.forward,

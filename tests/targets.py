@@ -33,17 +33,16 @@ _COMMON = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 0,
-    "torch_dtype": "float32",
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _MLA = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "q_lora_rank": 128,
-    # With the 64 below, a width that Triton's kernels have room for in float32 too.
-    "kv_lora_rank": 128,
+    # The smaller of the two widths that Triton's kernels have for latent attention: it has room in float32 too.
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -196,17 +195,19 @@ DRAFTER = _COMMON | {
 }
 
 
-def write_pair(folder: Path, name: str) -> dict:
-    """Write configs of a target and a drafter; arguments of an Engine without speculation, and of one with it more."""
-    for part, config in (("target", TARGETS[name].config), ("drafter", DRAFTER)):
+def write_pair(folder: Path, name: str, dtype: str) -> dict:
+    """Write configs of a target and a drafter; arguments of an Engine without speculation."""
+    target = TARGETS[name]
+    for part, config in (("target", target.config), ("drafter", DRAFTER)):
         (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / part / "config.json").write_text(json.dumps(config))
-    return {"model_path": str(folder / "target"), "load_format": "dummy", "skip_tokenizer_init": True} | TARGETS[
-        name
-    ].engine
+        # gpt-oss takes some weights' dtype from here.
+        (folder / part / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
+    paths = {"model_path": str(folder / "target"), "load_format": "dummy", "skip_tokenizer_init": True}
+    return paths | {"dtype": dtype} | target.engine
 
 
 def dflash(folder: Path) -> dict:
+    """What an Engine with DFLASH has more."""
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
 
 

@@ -338,6 +338,14 @@ USES = (
     ),
     # --- models and layers ------------------------------------------------------------------------------------------
     Use(
+        "hidden_states.py",
+        "what a dense Qwen3-VL captures is set as its method sets it, and where its language model looks for it",
+        (
+            "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
+            "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
+        ),
+    ),
+    Use(
         "model.py",
         "the drafter's layers are these with an attention of their own",
         (

@@ -38,7 +38,7 @@ def main(
         "attention_backend": backend,
         "kv_cache_dtype": kv_cache_dtype,
         "max_total_tokens": 60_000,
-        "mem_fraction_static": 0.9,
+        "mem_fraction_static": 0.98,
         "max_running_requests": 64,
         "cuda_graph_bs_decode": [1, 2, 4, 8],
         "disable_prefill_cuda_graph": True,

@@ -44,6 +44,8 @@ def main(kind: str, mode: str, output: str) -> None:
         dtype="float32" if kind == "seeded" else "bfloat16",
         attention_backend="triton",
         max_total_tokens=20_000,
+        # What SGLang takes is bounded by the tokens; the rest of the GPU may be in use by other tests.
+        mem_fraction_static=0.98,
         max_running_requests=NUM_REQUESTS,
         cuda_graph_bs_decode=[8, 16, 32],
         disable_prefill_cuda_graph=True,

@@ -25,6 +25,7 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
         dtype="bfloat16",
         attention_backend=backend,
         max_total_tokens=20_000,
+        mem_fraction_static=0.98,
         max_running_requests=8,
         cuda_graph_bs_decode=[1, 2, 4],
         disable_prefill_cuda_graph=True,

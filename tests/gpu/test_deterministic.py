@@ -14,7 +14,9 @@ ENGINE = {
     "enable_deterministic_inference": True,
     "max_total_tokens": 40_000,
     "max_running_requests": 16,
-    "mem_fraction_static": 0.9,
+    # Prompts come whole, alone and beside others.
+    "chunked_prefill_size": 32_768,
+    "mem_fraction_static": 0.98,
     "cuda_graph_bs_decode": [1, 4, 16],
     "disable_prefill_cuda_graph": True,
     "skip_server_warmup": True,

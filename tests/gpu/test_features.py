@@ -19,7 +19,7 @@ ENGINE = {
     "context_length": CONTEXT,
     "max_total_tokens": 20_000,
     "max_running_requests": 8,
-    "mem_fraction_static": 0.9,
+    "mem_fraction_static": 0.98,
     "cuda_graph_bs_decode": [1, 2, 4, 8],
     "disable_prefill_cuda_graph": True,
     "skip_server_warmup": True,

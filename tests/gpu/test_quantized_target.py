@@ -16,6 +16,7 @@ NEW_TOKENS = 128
 ENGINE = {
     "dtype": "bfloat16",
     "max_total_tokens": 20_000,
+    "mem_fraction_static": 0.98,
     "max_running_requests": 16,
     "cuda_graph_bs_decode": [1, 4, 16],
     "disable_prefill_cuda_graph": True,

@@ -30,7 +30,8 @@ def initialize(model: torch.nn.Module, *unused, **unused_too) -> None:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if weight.numel() == 1 or "norm" in name or "scal" in name:
-            values = torch.ones(weight.shape)
+            # Those of queries and keys are large.
+            values = torch.full(weight.shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0)
         elif "correction_bias" in name:
             values = torch.zeros(weight.shape)
         elif weight.dim() == 1:
@@ -77,10 +78,29 @@ class Drafts:
         return rows
 
 
+def keep_whole_windows() -> None:
+    """SGLang's plain decoding on Triton leaves out the farthest key of a window, which prompts, blocks and other
+    backends see: it counts the query's own among those before it (`update_sliding_window_buffer`)."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.runtime_context import get_spec
+
+    init = TritonAttnBackend.__init__
+
+    def with_whole_windows(backend, *args, **kwargs):
+        init(backend, *args, **kwargs)
+        # Of prompts, masks leave out what is beyond a layer's window.
+        if get_spec().speculative_algorithm is None and (backend.sliding_window_size or 0) > 0:
+            backend.sliding_window_size += 1
+
+    TritonAttnBackend.__init__ = with_whole_windows
+
+
 def register() -> None:
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = initialize
+    if torch.cuda.is_available():
+        keep_whole_windows()
     if DRAFTS is None:
         return
     from sglang_dflash.cycle import DecodeCycle
