@@ -41,7 +41,8 @@ from sglang_dflash.drafter_runner import DraftModelWorker
 from sglang_dflash.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.memory import CycleMemory, KVMemory, check_window_pool
+from sglang_dflash.limits import check_window_pool
+from sglang_dflash.memory import CycleMemory, KVMemory
 from sglang_dflash.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, Part
@@ -122,8 +123,8 @@ class DFlashWorker(BaseSpecWorker):
         window = None
         if window_size is not None:
             window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
-        draft_rows = req_to_token_pool if window is None else window.pool
-        super().alloc_memory_pool(memory_pool_config, draft_rows, token_to_kv_pool_allocator)
+        draft_pool = req_to_token_pool if window is None else window.pool
+        super().alloc_memory_pool(memory_pool_config, draft_pool, token_to_kv_pool_allocator)
         self.req_to_token_pool = req_to_token_pool
         assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
         check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
@@ -151,7 +152,7 @@ class DFlashWorker(BaseSpecWorker):
         widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
         self._seconds_per_kv_token = 0.0
         if whole is None:
-            # A CPU computes all the time, so a cycle takes as long as it has rows.
+            # A CPU computes all the time, so a cycle takes as long as it has tokens.
             self._graphs, self._width = None, VerifyWidth(widths, mul)
             return
         self._graphs = CycleGraphs(whole, widths[:-1])

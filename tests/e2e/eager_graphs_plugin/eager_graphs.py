@@ -43,7 +43,7 @@ class EagerBackend:
 
         if key not in self._replayed:
             self._replayed.add(key)
-            logger.warning("Replayed: %d rows of %s", self._runner.width, key)
+            logger.warning("Replayed: blocks of %d, %s", self._runner.width, key)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             return self._captured[key]()
 
@@ -125,8 +125,13 @@ def register() -> None:
 
     def with_graphs(worker: DFlashWorker) -> None:
         runner = worker.target_worker.model_runner
-        vocab_logits = SimpleNamespace(get_logits_buffer=lambda vocab_size, rows: torch.empty(rows, vocab_size))
-        runner.graph_shared_output = vocab_logits
+
+        def get_logits_buffer(vocab_size: int, rows: int) -> torch.Tensor:
+            # As many as SGLang makes: one per request.
+            assert rows == runner.max_shared_logits_buffer_rows()
+            return torch.empty(rows, vocab_size)
+
+        runner.graph_shared_output = SimpleNamespace(get_logits_buffer=get_logits_buffer)
         # On a GPU asked for before any graph is captured.
         assert runner.decode_graph_gather_requirements() == (False, False)
         runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner)
