@@ -125,6 +125,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     declare_resolution(server_args, _SOURCE, speculative_adaptive=False)
     original(server_args)
     declare_resolution(server_args, _SOURCE, speculative_adaptive=is_adaptive)
+    check_deterministic(server_args)
     # What `overrides.max_speculative_num_draft_tokens` would compute from EAGLE's steps, and keeps here.
     server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
 
@@ -226,6 +227,17 @@ def check_adaptive(server_args: ServerArgs) -> None:
         raise ConfigError(
             "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
             "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
+        )
+
+
+def check_deterministic(server_args: ServerArgs) -> None:
+    """FlashInfer's tiles have as many keys as suits the rows of a block, and with them a row's sums round."""
+    cfg = resolving_view(server_args)
+    is_adaptive = cfg.enable_deterministic_inference and cfg.speculative_adaptive
+    if is_adaptive and "flashinfer" in attention_backends_of(cfg):
+        raise ConfigError(
+            "--speculative-adaptive with --enable-deterministic-inference needs --attention-backend fa3 or triton: "
+            "flashinfer's results depend on how many rows of a block are verified."
         )
 
 

@@ -7,12 +7,15 @@ graph instead, where the backend computes everything on the GPU; a host that onl
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.common import is_flashinfer_available
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class _BackendPlan:
 
 
 class RecordedPlan(_BackendPlan):
-    """A backend that lays out blocks on the GPU alone: FA3 and Triton."""
+    """A backend that lays out blocks on the GPU alone: Triton, and FA3 below."""
 
     needs_host_lens = False
 
@@ -61,6 +64,20 @@ class RecordedPlan(_BackendPlan):
 
     def before_replay(self, batch: ForwardBatch) -> None:
         pass
+
+
+class PagedPlan(RecordedPlan):
+    """FA3, which reads the KV of a request through its row of a page table.
+
+    SGLang makes rows of a graph as wide as the context, and a block that begins in the last B tokens of it ends behind
+    them. FA3 would find the pages of the next request there. So rows become as wide as those of `req_to_token`, before
+    `init_cuda_graph_state` allocates them. Without a graph they are cut out of `req_to_token`.
+    """
+
+    def __init__(self, backend: FlashAttentionBackend) -> None:
+        super().__init__(backend)
+        backend.max_context_len = backend.req_to_token.shape[1]
+        backend.max_num_pages = -(-backend.max_context_len // backend.page_size)
 
 
 class ReplayPlan(_BackendPlan):
@@ -76,12 +93,14 @@ class ReplayPlan(_BackendPlan):
 
 
 def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
-    """The leanest plan that a backend allows."""
+    """The leanest plan that a backend allows; it is made before the backend has buffers for graphs."""
     # Imported here: without a GPU's libraries there are no such backends.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    if isinstance(backend, (FlashAttentionBackend, TritonAttnBackend)):
+    if isinstance(backend, FlashAttentionBackend):
+        return PagedPlan(backend)
+    if isinstance(backend, TritonAttnBackend):
         return RecordedPlan(backend)
     if is_flashinfer_available():
         from sglang_dflash.flashinfer_plan import FlashInferPlan

@@ -8,6 +8,10 @@ compared when the graph is captured.
 For a CUDA graph FlashInfer also expects the batch's rows to belong to any of its requests, unless it is told that all
 have the same number (`uniform_q_len`), for which SGLang has no option. All blocks do, so that the tiles of the captured
 kernel need be no larger than a block, and every row belongs to one.
+
+With `--enable-deterministic-inference` no KV is split: the chunks that FlashInfer chooses, and with them how the sums
+of a row round, depend on all lengths of a batch. SGLang does the same for plain decoding in graphs
+(`disable_cuda_graph_kv_split`). The plan then depends on the number of blocks alone, and is made once.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ class FlashInferPlan:
         # Others are of `--enable-unified-memory`, which is refused: `req_to_token` has the slots themselves.
         assert not backend.kv_index_translator.is_translating
         self._backend, self._updater, self._block_size = backend, updater, block_size
+        self._splits_kv = not backend.enable_deterministic
         self._req_to_token = backend.req_to_token_pool.req_to_token
         self._windows, self._slot_maps = [None], [None]
         if backend.dispatch_reason == WrapperDispatch.SLIDING_WINDOW:
@@ -96,9 +101,13 @@ class FlashInferPlan:
         is_capturing = torch.cuda.is_current_stream_capturing()
         for i, (window, slot_map) in enumerate(zip(self._windows, self._slot_maps, strict=True)):
             if not is_capturing:
-                self._check(i, bs)
+                if self._splits_kv:
+                    self._check(i, bs)
+                else:
+                    self._plan_on_host(i, [1] * bs)
                 _leave_output_unfilled(backend.prefill_cuda_graph_metadata[bs][i])
-            self._split(i, batch.seq_lens)
+            if self._splits_kv:
+                self._split(i, batch.seq_lens)
             ops.index_kv(
                 self._req_to_token,
                 batch.req_pool_indices,
@@ -190,7 +199,7 @@ class FlashInferPlan:
             False,  # causal
             -1 if window is None else window,
             -1,  # fixed_split_size
-            False,  # disable_split_kv
+            not self._splits_kv,  # disable_split_kv
             0,  # num_colocated_ctas
             block_size,  # uniform_q_len
         )

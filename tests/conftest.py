@@ -7,3 +7,11 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Two busy processes with more threads than cores slow each other down many times over.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--answers",
+        metavar="FOLDER",
+        help="where tests/gpu keep what servers without speculation answer, for other processes on the same GPU",
+    )

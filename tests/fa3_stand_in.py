@@ -71,6 +71,8 @@ def flash_attn_with_kvcache(
         assert getattr(scheduler_metadata, _SCHEDULED) == call
     left, right = window_size
     assert (cu_seqlens_q.diff() <= max_seqlen_q).all() and (right == 0 if causal and left >= 0 else right == left)
+    # FA3 would take the pages of the next request, or of nobody.
+    assert (cache_seqlens <= num_pages * page_size).all()
     out = torch.empty_like(q)
     for table, kv_len, begin, end in zip(page_table, cache_seqlens, cu_seqlens_q[:-1], cu_seqlens_q[1:], strict=True):
         pages = table[: -(-kv_len // page_size)].long()

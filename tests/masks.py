@@ -27,6 +27,9 @@ BLOCK_SIZE = 16
 WINDOWS = [8, 50]
 # Shorter than the second window, equal to it, one longer, far longer.
 CONTEXT_LENS = [1, 49, 50, 51, 200, 16]
+# Of the target. The block of the longest request ends behind it, beyond the last page of 1, 16 or 64 tokens too: so do
+# blocks that are drafted before the scheduler knows that the request has ended.
+CONTEXT_LIMIT = 192
 
 
 def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads: int, head_dim: int):
@@ -46,6 +49,7 @@ def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads:
         json_model_override_args=json.dumps(geometry),
         attention_backend=backend,
         page_size=page_size,
+        context_length=CONTEXT_LIMIT,
         max_total_tokens=4096,
         max_running_requests=16,
         speculative_algorithm="DFLASH",
@@ -234,8 +238,8 @@ class Blocks:
         )
         self.runner.kv_index_translator.bind_runner_slots(static)
         layers = [self.layer(*mask) for mask in masks] * 2
-        backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
         plan = block_plan(backend, BLOCK_SIZE)
+        backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
         # So is every plan of a drafter: nothing is prepared before a replay.
         assert not plan.needs_host_lens
 

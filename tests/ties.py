@@ -9,6 +9,14 @@ def first_difference(want: dict, got: dict) -> int | None:
     return next((i for i, (expected, mine) in enumerate(pairs) if mine != expected), None)
 
 
+def describe_difference(want: dict, got: dict) -> str:
+    """Where two answers of an Engine part, and how far apart the two best tokens are there; `want` has them."""
+    differs = first_difference(want, got)
+    best, second = (entry[:2] for entry in want["meta_info"]["output_top_logprobs"][differs][:2])
+    tokens = f"{got['output_ids'][differs]} for {want['output_ids'][differs]}"
+    return f"differs at {differs}: {tokens}; best are {best[1]} and {second[1]}, {best[0] - second[0]:.4f} nats apart"
+
+
 def count_identical(plain: list[dict], dflash: list[dict], tie: float) -> int:
     """Answers that are equal; every other one must part where the best token leads by no more than `tie`.
 

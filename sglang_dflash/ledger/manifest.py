@@ -250,6 +250,11 @@ USES = (
     ),
     Use(
         "block_plan.py",
+        "widened, so that rows of a graph's page table hold a block that reaches past the context",
+        (f"{_FA3}.max_context_len", f"{_FA3}.max_num_pages", f"{_FA3}.init_cuda_graph_state"),
+    ),
+    Use(
+        "block_plan.py",
         "Triton's backend lays out blocks on the GPU alone, so that a graph can hold it",
         (
             f"{_TRITON}.init_forward_metadata_out_graph",
@@ -328,7 +333,7 @@ USES = (
     ),
     Use(
         "flashinfer_window.py",
-        "leaves the window out of a block's plan",
+        "leaves the window out of a block's plan, and a split size",
         (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
     ),
     # --- models and layers ------------------------------------------------------------------------------------------

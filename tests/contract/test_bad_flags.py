@@ -21,6 +21,7 @@ from sglang_dflash.arguments import (
     IGNORED_PREFIXES,
     UNSUPPORTED,
     check_adaptive,
+    check_deterministic,
     draft_attention_backend,
     is_dflash,
 )
@@ -243,6 +244,17 @@ def test_adaptive_needs_graphs():
     declare_resolution(args, "test", speculative_adaptive=True)
     with pytest.raises(ConfigError, match=r"^--speculative-adaptive.* leave out --disable-cuda-graph"):
         check_adaptive(args)
+
+
+def test_adaptive_is_not_deterministic_on_flashinfer():
+    args = asked(speculative_adaptive=True)
+    declare_resolution(args, "test", attention_backend="flashinfer")
+    check_deterministic(args)
+    declare_resolution(args, "test", enable_deterministic_inference=True)
+    with pytest.raises(ConfigError, match=r"^--speculative-adaptive with --enable-deterministic-inference.*flashinfer"):
+        check_deterministic(args)
+    declare_resolution(args, "test", attention_backend="triton")
+    check_deterministic(args)
 
 
 def test_block_verification_changes_nothing_and_says_so(caplog):

@@ -1,4 +1,4 @@
-"""SGLang plans FlashInfer's sliding layers without a window for blocks, and with it under this package's hook.
+"""What SGLang leaves out when it plans blocks for FlashInfer, and this package's hook puts in.
 
 Runs SGLang's own `update_sliding_window` up to the call that the hook wraps; `tests/gpu/test_masks.py` runs kernels.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferIndicesUpdaterPrefill
 
-from sglang_dflash.flashinfer_window import plan_window
+from sglang_dflash.flashinfer_window import plan_blocks
 from sglang_dflash.info import DFlashVerifyInput
 
 WINDOW_LEFT = 63
@@ -19,14 +19,15 @@ BEGIN_FORWARD = signature(FlashInferIndicesUpdaterPrefill.call_begin_forward)
 BLOCK = DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=16)
 
 
-def planned_windows(spec_info, hooked: bool) -> list[int]:
-    """`window_left` of the sliding and of the full layers' plan."""
+def planned(spec_info, hooked: bool, deterministic: bool = False) -> list[tuple[int, int | None]]:
+    """`window_left` and `fixed_split_size` of the sliding and of the full layers' plan."""
     seen, slots = [], object()
 
     def plan(*arguments, **options):
         call = BEGIN_FORWARD.bind(*arguments, **options).arguments
         assert call["plan"] is slots
-        seen.append(call.get("window_left", -1))
+        options = {"window_left": -1, "fixed_split_size": None} | call
+        seen.append((options["window_left"], options["fixed_split_size"]))
 
     updater = SimpleNamespace(
         sliding_window_size=WINDOW_LEFT,
@@ -34,8 +35,9 @@ def planned_windows(spec_info, hooked: bool) -> list[int]:
         qo_indptr=[torch.zeros(3), torch.zeros(3)],
         prefill_wrapper_ragged=None,
         _swa_kv_pool=None,
+        attn_backend=SimpleNamespace(enable_deterministic=deterministic),
     )
-    updater.call_begin_forward = partial(plan_window, plan, updater) if hooked else partial(plan, updater)
+    updater.call_begin_forward = partial(plan_blocks, plan, updater) if hooked else partial(plan, updater)
     lens = torch.tensor([100, 40])
     FlashInferIndicesUpdaterPrefill.update_sliding_window(
         updater,
@@ -55,9 +57,18 @@ def planned_windows(spec_info, hooked: bool) -> list[int]:
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_blocks(hooked):
-    assert planned_windows(BLOCK, hooked) == [WINDOW_LEFT if hooked else -1, -1]
+    """SGLang plans sliding layers without a window for blocks."""
+    assert planned(BLOCK, hooked) == [(WINDOW_LEFT if hooked else -1, None), (-1, None)]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_prompts_are_planned_as_before(hooked):
-    assert planned_windows(None, hooked) == [WINDOW_LEFT, -1]
+def test_deterministic_blocks(hooked):
+    """And lets FlashInfer split their KV by the lengths of the batch."""
+    split = 2**31 - 1 if hooked else None
+    assert planned(BLOCK, hooked, deterministic=True) == [(WINDOW_LEFT if hooked else -1, split), (-1, split)]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompts_are_planned_as_before(hooked, deterministic):
+    assert planned(None, hooked, deterministic) == [(WINDOW_LEFT, None), (-1, None)]

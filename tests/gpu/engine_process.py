@@ -5,6 +5,7 @@ usage: engine_process.py REQUEST RESULT; both are JSON files, see `run`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
     Args:
         folder: for files that are passed to and fro.
         engine: arguments of `sglang.Engine`.
-        calls: of its `generate`, one after the other; each has a list of prompts.
+        calls: of its `generate`, one after the other; each has a list of prompts. "abort" in one names those of them
+            that are aborted once a part of their answer is there; "flush", if true, has the radix cache emptied before.
         env: environment variables.
 
     Returns:
@@ -31,16 +33,40 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
     return json.loads(result.read_text())
 
 
+async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampling_params: list[dict]) -> list[dict]:
+    """The last chunk of every answer."""
+
+    async def answer(i: int) -> dict:
+        rid = f"request-{i}"
+        stream = await engine.async_generate(
+            input_ids=input_ids[i], sampling_params=sampling_params[i], rid=rid, stream=True
+        )
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == 3 and i in aborted:
+                engine.tokenizer_manager.abort_request(rid=rid)
+        return chunks[-1]
+
+    return await asyncio.gather(*(answer(i) for i in range(len(input_ids))))
+
+
 def main(request: str, result: str) -> None:
     # Not in the process of the tests, which import `run` and leave the GPU alone.
     import sglang
 
     request = json.loads(Path(request).read_text())
     engine = sglang.Engine(log_level="warning", **request["engine"])
-    answers = [
-        [{"output_ids": answer["output_ids"], "meta_info": answer["meta_info"]} for answer in engine.generate(**call)]
-        for call in request["calls"]
-    ]
+    answers = []
+    for call in request["calls"]:
+        aborted = call.pop("abort", None)
+        if call.pop("flush", False):
+            engine.flush_cache()
+        if aborted is None:
+            given = engine.generate(**call)
+        else:
+            given = engine.loop.run_until_complete(generate_and_abort(engine, aborted, **call))
+        answers.append([{"output_ids": answer["output_ids"], "meta_info": answer["meta_info"]} for answer in given])
     described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
     engine.shutdown()
     Path(result).write_text(json.dumps([answers, described]))

@@ -46,6 +46,7 @@ def main(
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
         log_level="warning",
+        skip_server_warmup=True,
         **({} if backend == "default" else flags),
         **({} if draft_backend == "none" else dflash),
     )

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The tests of tests/gpu, several processes at a time on one GPU: SGLang takes most of a minute to start, and little of a GPU
+# that the small models here are on. Logs are left in FOLDER, and a table of what came of each test is printed.
+#
+# usage: test_gpu.sh FOLDER [PROCESSES [SECONDS [TEST ...]]]; a TEST is what pytest takes. SECONDS end a test that hangs.
+set -euo pipefail
+
+out=$(realpath -m "$1") processes=${2:-8} seconds=${3:-580}
+shift $(($# < 3 ? $# : 3))
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p "$out"
+# Alone on the GPU, as it measures free memory.
+alone=tests/gpu/test_pool.py
+pytest=(python3 -m pytest -q -rA -s -p no:cacheprovider -W ignore --answers "$out/answers")
+
+if [ $# -eq 0 ]; then
+    mapfile -t tests < <("${pytest[@]}" --collect-only tests/gpu --ignore "$alone" 2>/dev/null | grep ::)
+else
+    tests=("$@")
+fi
+
+run_one() {
+    local out=$1 seconds=$2 test=$3 started=$SECONDS status=0
+    shift 3
+    local log="$out/$(tr -c 'A-Za-z0-9_\n-' _ <<<"${test#tests/gpu/}").log"
+    timeout "$seconds" "$@" "$test" >"$log" 2>&1 || status=$?
+    printf '%s %4d s  %s\n' "$([ $status = 0 ] && echo passed || echo "FAILED $status")" $((SECONDS - started)) "$test"
+    grep -E "identical|per cycle|alike|part" "$log" | grep -v "^E \|^FAILED\|assert" | sort -u | head -12 | sed 's/^/    /'
+}
+export -f run_one
+printf '%s\n' "${tests[@]}" | xargs -d '\n' -P "$processes" -I TEST bash -c 'run_one "$@"' _ "$out" "$seconds" TEST "${pytest[@]}" |
+    tee "$out/table.txt"
+if [ $# -eq 0 ]; then
+    run_one "$out" "$seconds" "$alone" "${pytest[@]}" | tee -a "$out/table.txt"
+fi
+! grep -q ^FAILED "$out/table.txt"

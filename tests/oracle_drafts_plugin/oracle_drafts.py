@@ -1,0 +1,104 @@
+"""A plugin for the tests: dummy weights that write text of some variety, and drafts that are the target's own text.
+
+With these, a target of any class shows whether every row of its verification is right, without a trained drafter.
+SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH. `ORACLE_DRAFTS` names a
+JSON file: a list of `{"input_ids", "output_ids"}` of requests that are to be drafted for, wrong drafts included;
+without it, only the weights are here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import torch
+
+DRAFTS = os.environ.get("ORACLE_DRAFTS")
+
+
+@torch.no_grad()
+def initialize(model: torch.nn.Module, *unused, **unused_too) -> None:
+    """In place of SGLang's `initialize_dummy_weights`, whose logits are all about zero.
+
+    Sharp attention makes keys matter, and keeps the text from repeating itself. Experts add little: where two are about
+    equally good, rounding chooses between them.
+    """
+    for name, weight in model.state_dict().items():
+        if not weight.is_floating_point():
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if weight.numel() == 1 or "norm" in name or "scal" in name:
+            values = torch.ones(weight.shape)
+        elif "correction_bias" in name:
+            values = torch.zeros(weight.shape)
+        elif weight.dim() == 1:
+            values = torch.randn(weight.shape, generator=generator) * (1.0 if "sinks" in name else 0.1)
+        else:
+            values = torch.randn(weight.shape, generator=generator) * _scale(name, weight.shape)
+        weight.copy_(values)
+
+
+def _scale(name: str, shape: torch.Size) -> float:
+    if "embed_tokens" in name:
+        return 1.0
+    factor = 1.0
+    if "lm_head" in name:
+        factor = 4.0
+    elif "q_proj" in name or "k_proj" in name or "qkv" in name or "q_b_proj" in name:
+        factor = 1.5
+    elif "w2_weight" in name:
+        factor = 0.1
+    return factor * shape[-1] ** -0.5
+
+
+class Drafts:
+    """The tokens to draft at every position of every request, in rows like those of `req_to_token`."""
+
+    def __init__(self, path: str) -> None:
+        requests = json.loads(Path(path).read_text())
+        self._texts = {tuple(r["input_ids"]): r["input_ids"] + r["output_ids"] for r in requests}
+        self.table: torch.Tensor | None = None
+
+    def allocate(self, req_to_token: torch.Tensor) -> None:
+        self.table = torch.zeros_like(req_to_token, dtype=torch.int64)
+
+    def begin(self, req) -> None:
+        """A request is about to be prefilled."""
+        text = self._texts.get(tuple(req.origin_input_ids))
+        if text is not None:
+            self.table[req.kv.req_pool_idx, : len(text)] = torch.tensor(text, device=self.table.device)
+
+    def write(self, rows: torch.Tensor, batch) -> torch.Tensor:
+        """rows [bs, W] int64: all but the first token of each are replaced."""
+        positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
+        rows[:, 1:] = self.table[batch.req_pool_indices[:, None], positions][:, 1:]
+        return rows
+
+
+def register() -> None:
+    from sglang.srt.model_loader import loader
+
+    loader.initialize_dummy_weights = initialize
+    if DRAFTS is None:
+        return
+    from sglang_dflash.cycle import DecodeCycle
+    from sglang_dflash.worker import DFlashWorker
+
+    drafts = Drafts(DRAFTS)
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle.draft
+
+    def allocate(worker, *args, **kwargs):
+        alloc_memory_pool(worker, *args, **kwargs)
+        drafts.allocate(worker.req_to_token_pool.req_to_token)
+
+    def begin(worker, batch, on_publish):
+        for req in batch.reqs:
+            drafts.begin(req)
+        return prefill(worker, batch, on_publish)
+
+    def overwrite(cycle, batch, *args):
+        return drafts.write(draft(cycle, batch, *args), batch)
+
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle.draft = allocate, begin, overwrite

@@ -1,0 +1,235 @@
+"""Small targets of every class that this package serves, without weights: configs, a drafter's that fits them, and
+requests whose drafts are the target's own continuation with errors (`oracle_drafts_plugin`)."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK_SIZE = 16
+VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
+WINDOW = 48
+PLUGIN = Path(__file__).with_name("oracle_drafts_plugin")
+# A draft in so many is wrong.
+ERROR_RATE = 0.1
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 512,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+_LAYER_TYPES = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+_MLA = _COMMON | {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    # With the 64 below, a width that Triton's kernels have room for in float32 too.
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One class of targets.
+
+    Attributes:
+        config: of the checkpoint.
+        has_experts: two experts that are about equally good change places when a number rounds otherwise.
+        backends: attention backends that SGLang has for it in bf16 on a Hopper GPU, besides triton.
+        engine: arguments of `sglang.Engine` that it needs.
+    """
+
+    config: dict
+    has_experts: bool = False
+    backends: tuple[str, ...] = ("fa3", "flashinfer")
+    engine: dict = field(default_factory=dict)
+
+
+TARGETS = {
+    "llama": Target(_COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}),
+    "qwen3_moe": Target(
+        _COMMON
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        has_experts=True,
+    ),
+    "gpt_oss": Target(
+        _COMMON
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "intermediate_size": 256,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "layer_types": _LAYER_TYPES,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 7.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 1024,
+            },
+        },
+        has_experts=True,
+        backends=("fa3",),
+        engine={"moe_runner_backend": "triton"},
+    ),
+    "deepseek_v3": Target(
+        _MLA | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, has_experts=True, backends=()
+    ),
+    "glm4_moe_lite": Target(
+        _MLA
+        | {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": "glm4_moe_lite",
+            "mlp_layer_types": ["dense"] + ["sparse"] * (NUM_LAYERS - 1),
+        },
+        has_experts=True,
+        backends=(),
+    ),
+    "gemma4": Target(
+        _COMMON
+        | {
+            "architectures": ["Gemma4ForCausalLM"],
+            "model_type": "gemma4_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": _LAYER_TYPES,
+            "sliding_window": WINDOW,
+            "global_head_dim": 128,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        backends=(),
+    ),
+    "qwen3_vl": Target(
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": 508,
+            "video_token_id": 509,
+            "vision_start_token_id": 506,
+            "vision_end_token_id": 507,
+            "tie_word_embeddings": False,
+            "text_config": _COMMON
+            | {
+                "model_type": "qwen3_vl_text",
+                "rope_scaling": {"rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True},
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl",
+                "depth": 1,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "out_hidden_size": HIDDEN_SIZE,
+                "deepstack_visual_indexes": [],
+                "num_position_embeddings": 256,
+            },
+        },
+        engine={"enable_multimodal": False},
+    ),
+}
+# As those of Qwen3 checkpoints that z-lab trains.
+DRAFTER = _COMMON | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": BLOCK_SIZE,
+    "dflash_config": {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 1, 2]},
+    "num_target_layers": NUM_LAYERS,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 2,
+}
+
+
+def write_pair(folder: Path, name: str) -> dict:
+    """Write configs of a target and a drafter; arguments of an Engine without speculation, and of one with it more."""
+    for part, config in (("target", TARGETS[name].config), ("drafter", DRAFTER)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part / "config.json").write_text(json.dumps(config))
+    return {"model_path": str(folder / "target"), "load_format": "dummy", "skip_tokenizer_init": True} | TARGETS[
+        name
+    ].engine
+
+
+def dflash(folder: Path) -> dict:
+    return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
+
+
+def requests(num: int, new_tokens: int) -> list[dict]:
+    """Arguments of one request each: prompts of 5 to 200 tokens, and answers that do not all end at once."""
+    draw = random.Random(0)
+    return [
+        {
+            "input_ids": [draw.randrange(2, VOCAB_SIZE - 16) for _ in range(5 + 195 * i // max(num - 1, 1))],
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens - 8 * (i % 4), "ignore_eos": True},
+        }
+        for i in range(num)
+    ]
+
+
+def drafts(prompt: list[int], answer: list[int]) -> list[int]:
+    """What is drafted for an answer: the same tokens, one in ten of them wrong."""
+    draw = random.Random(len(prompt))
+    return [token ^ 1 if draw.random() < ERROR_RATE else token for token in answer]
+
+
+def expected_cycles(answer: list[int], drafted: list[int]) -> int:
+    """Cycles of a request whose answer is `answer`: each ends with the token behind the first wrong draft."""
+    written, cycles = 1, 0
+    while written < len(answer):
+        block = range(written, min(written + BLOCK_SIZE - 1, len(answer)))
+        right = next((i - written for i in block if drafted[i] != answer[i]), len(block))
+        written, cycles = written + right + 1, cycles + 1
+    return cycles
