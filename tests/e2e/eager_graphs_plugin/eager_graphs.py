@@ -125,10 +125,11 @@ def register() -> None:
 
     def with_graphs(worker: DFlashWorker) -> None:
         runner = worker.target_worker.model_runner
+        max_rows = runner.max_shared_logits_buffer_rows()
 
         def get_logits_buffer(vocab_size: int, rows: int) -> torch.Tensor:
             # As many as SGLang makes: one per request.
-            assert rows == runner.max_shared_logits_buffer_rows()
+            assert rows == max_rows
             return torch.empty(rows, vocab_size)
 
         runner.graph_shared_output = SimpleNamespace(get_logits_buffer=get_logits_buffer)
