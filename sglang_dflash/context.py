@@ -14,9 +14,7 @@ from sglang_dflash import ops
 from sglang_dflash.config import ConfigError
 from sglang_dflash.model import DFlashDraftModel
 from sglang_dflash.reference.write_context_kv import KVBuffers
-
-# Rows projected at a time: bounds the scratch memory of a long prompt.
-_CHUNK = 4096
+from sglang_dflash.settings import SETTINGS
 
 
 class ContextWriter:
@@ -74,7 +72,7 @@ class ContextWriter:
                 written; None writes all.
         """
         # Only prefill is cut: a block must not be, and verified batches are small.
-        chunk = _CHUNK if accept_lens is None else max(features.shape[0], 1)
+        chunk = SETTINGS.context_tokens if accept_lens is None else max(features.shape[0], 1)
         for start in range(0, features.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = self._model.project_features(features[rows])

@@ -218,7 +218,7 @@ class DecodeCycle:
 
         What the step has appended of a block is right where both accept it. Where it was more, the rest lies behind the
         committed tokens, in slots that the request holds for its next blocks, and each block is written before it is
-        read: as with all that the drafter leaves there of its own rows.
+        read: as with all that the drafter leaves there of its own forward.
         """
 
         def take(values: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Penalties:
     def begin(self, batch: ScheduleBatch) -> None:
         """Before a prefill, which draws a token of each request: count what they generated before a retraction.
 
-        Requests that decode in a mixed batch, its last rows, have been counted already, and further than the scheduler
+        Requests that decode in a mixed batch, its last ones, have been counted already, and further than the scheduler
         has seen. Where needed, the penalties of `batch.sampling_info` are made those of the whole output.
         """
         num_decoding = len(batch.decoding_reqs or [])
@@ -69,7 +69,7 @@ class Penalties:
             self._counts[slots], parameters.frequency, parameters.presence, parameters.repetition
         )
         prompt_lens = self._tensor([len(req.origin_input_ids) for req in batch.reqs])
-        # What a request generated has been prefilled again, or is the last row of it.
+        # What a request generated has been prefilled again, or is the last token of it.
         generated = (batch.seq_lens - prompt_lens).clamp(min=0)
         parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
 

@@ -168,8 +168,8 @@ class BlockSampler:
         info = _info_of(batch.sampling_info, part)
         bs, width = block_tokens.shape
         block_tokens = block_tokens[index]
-        rows = output.next_token_logits.view(bs, width, -1)[index].to(torch.float32)
-        logits = rows.view(len(reqs) * width, -1)
+        blocks = output.next_token_logits.view(bs, width, -1)[index].to(torch.float32)
+        logits = blocks.view(len(reqs) * width, -1)
         if any(is_penalised(req.sampling_params) for req in reqs):
             self._penalties.apply(logits, block_tokens, reqs, batch.req_pool_indices[index], batch.seq_lens[index])
         if grammar_tree is not None:
@@ -180,9 +180,9 @@ class BlockSampler:
             if mask is not None:
                 mask.apply(logits)
         if info.logit_bias is not None:
-            rows.add_(info.logit_bias[:, None])
+            blocks.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
-            _apply_custom_logit_processors(rows, block_tokens, reqs, info)
+            _apply_custom_logit_processors(blocks, block_tokens, reqs, info)
 
         # Of two equal logits, SGLang's filters keep either; an argmax keeps the first.
         is_mixed = info.is_any_greedy and not info.is_all_greedy
@@ -307,13 +307,13 @@ def _take_logprobs(
 
 
 def _apply_custom_logit_processors(
-    rows: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
+    blocks: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
 ) -> None:
     """Token by token, as processors may look at the output so far, which they find in the request.
 
     Args:
-        rows: [n, W, V], changed in place.
-        block_tokens: [n, W].
+        blocks: [n, W, V] float32, their logits, changed in place.
+        block_tokens: [n, W] int64.
     """
     drafts = [
         (req, tokens[1:])
@@ -322,10 +322,10 @@ def _apply_custom_logit_processors(
     ]
     output_lens = [len(req.output_ids) for req, _ in drafts]
     try:
-        for j in range(rows.shape[1]):
+        for j in range(blocks.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            apply_custom_logit_processor(rows[:, j], info)
+            apply_custom_logit_processor(blocks[:, j], info)
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
             del req.output_ids[output_len:]
@@ -335,7 +335,7 @@ def needs_the_last_result(result: bool, scheduler, batch: ScheduleBatch | None, 
     """AFTER `Scheduler.is_disable_overlap_for_batch`.
 
     Custom logit processors read the output so far. Grammars are brought up to it while a block is verified, but not for
-    a request that decodes in a batch of prefills, where its one row is drawn at once.
+    a request that decodes in a batch of prefills, where its one token is drawn at once.
     """
     if result or batch is None or batch.spec_algorithm.is_none() or not scheduler.result_queue:
         return result

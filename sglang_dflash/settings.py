@@ -16,6 +16,10 @@ class Settings:
         busy: blocks of fewer tokens are for batches whose cycles take so many times as long as the shortest; smaller
             batches wait for weights, however many tokens there are.
         timed_replays: of each graph when the server starts; the fastest counts.
+        explore_every: cycles between two with whole blocks, to see what the tokens behind the chosen width have become.
+        decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
+        timed_every: cycles between two whose stages are timed, with `--enable-metrics`.
+        context_tokens: that are appended to the drafter's context at a time: bounds the memory of a long prompt.
         slots_ahead: KV slots that are reserved for a request beyond what a cycle may need, so that not every cycle of a
             batch reserves some.
     """
@@ -25,6 +29,10 @@ class Settings:
     seeded_sampler_copies: int = 16
     busy: float = 1.05
     timed_replays: int = 3
+    explore_every: int = 64
+    decay: float = 0.99
+    timed_every: int = 8
+    context_tokens: int = 4096
     slots_ahead: int = 64
 
 

@@ -47,7 +47,7 @@ class SimulatedAcceptance:
 
         Args:
             accepted: the real decision, for its shape.
-            block_tokens: [bs, W], the verified rows.
+            block_tokens: [bs, W], the verified tokens.
             seq_lens: [bs].
         """
         bs, width = accepted.out_tokens.shape

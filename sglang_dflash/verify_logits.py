@@ -1,8 +1,9 @@
 """The target's verification logits: in the model's dtype, and in the ranks' shards where that will do.
 
-SGLang widens logits to float32 before sampling. Verification has B rows per request. It takes an argmax, which a copy
-cannot change, or draws with a kernel that widens what it has read (`kernels.sample_rows`); `BlockSampler` makes the
-copy where it needs one. For a vocabulary of 152k and 32 requests of 16 rows it moves 470 MB per cycle.
+SGLang widens logits to float32 before sampling. Verification has a row of them for each of a request's B tokens. It
+takes an argmax, which a copy cannot change, or draws with a kernel that widens what it has read
+(`kernels.sample_rows`); `BlockSampler` makes copies of the rows that it needs. A copy of all, for a vocabulary of 152k
+and 32 requests of 16 tokens, moves 470 MB per cycle.
 
 SGLang also gathers the columns of all ranks on each of them, 155 MB for those rows in bfloat16. An argmax needs one
 number per row instead (`VocabArgmax`), so cycles of greedy requests alone leave logits where they are. Ranks then hold

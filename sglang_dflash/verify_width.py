@@ -1,11 +1,11 @@
-"""`--speculative-adaptive`: how many rows of a block are drafted and verified, chosen anew for every cycle.
+"""`--speculative-adaptive`: how many tokens of a block are drafted and verified, chosen anew for every cycle.
 
-A drafter proposes all rows of a block at once, and few of the last ones are ever accepted. They cost nothing while the
-GPU waits for weights anyway; once a batch is large enough to keep it computing, each row costs its share. A drafter
-drafts the first rows of a block as well without the last ones (scripts/results/cycle_notes.md), so they are left out
-of its forward too.
+A drafter proposes all tokens of a block at once, and few of the last ones are ever accepted. They cost nothing while
+the GPU waits for weights anyway; once a batch is large enough to keep it computing, each token costs its share. A
+drafter drafts the first tokens of a block as well without the last ones (scripts/results/cycle_notes.md), so they are
+left out of its forward too.
 
-Shapes: a block has B rows, and the cycle's blocks its first W: the bonus token and W - 1 drafts.
+Shapes: a block has B tokens, and the cycle's blocks its first W: the bonus token and W - 1 drafts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 
-# What is left of a count after another cycle: acceptance is that of the last hundred or so.
-_DECAY = 0.99
-# Cycles between two with whole blocks, to see what the rows behind the chosen width have become.
-_EXPLORE_EVERY = 64
+from sglang_dflash.settings import SETTINGS
 
 
 def verify_widths(block_size: int) -> tuple[int, ...]:
@@ -36,7 +33,7 @@ class VerifyWidth:
         """
         Args:
             widths: to choose from, ascending; the last is a whole block, B.
-            cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`. Equal on every rank.
+            cost: what a cycle of bs requests with W tokens each takes, in any unit: `cost(bs, W)`. Equal on every rank.
         """
         self._widths, self._cost = tuple(widths), cost
         # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. Whole blocks
@@ -49,7 +46,7 @@ class VerifyWidth:
     def choose(self, bs: int, more: float = 0.0) -> int:
         """The width of the next cycle, of bs requests; `more` is what it costs besides, whatever the width."""
         best = self._widths[-1]
-        if len(self._widths) > 1 and self._cycle % _EXPLORE_EVERY:
+        if len(self._widths) > 1 and self._cycle % SETTINGS.explore_every:
             tokens = self.expected_tokens()
             best = max(self._widths, key=lambda width: tokens[width - 1] / (self._cost(bs, width) + more))
         self._cycle += 1
@@ -69,11 +66,11 @@ class VerifyWidth:
         # Blocks with at least 0, 1, ... accepted drafts.
         reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._tried[j] = _DECAY * self._tried[j] + tried
-            self._accepted[j] = _DECAY * self._accepted[j] + accepted
+            self._tried[j] = SETTINGS.decay * self._tried[j] + tried
+            self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
         return width
 
     def expected_tokens(self) -> list[float]:
-        """[B], committed tokens per request of a cycle with 1, 2, ..., B rows."""
+        """[B], committed tokens per request of a cycle with blocks of 1, 2, ..., B."""
         rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
         return list(accumulate(accumulate((1.0, *rates), mul)))

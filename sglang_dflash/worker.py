@@ -41,7 +41,8 @@ from sglang_dflash.drafter_runner import DraftModelWorker
 from sglang_dflash.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.hidden_states import capture_last_hidden_states
 from sglang_dflash.info import DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.memory import CycleMemory, KVMemory, check_window_pool
+from sglang_dflash.limits import check_window_pool
+from sglang_dflash.memory import CycleMemory, KVMemory
 from sglang_dflash.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.reference.prepare_block import Block
 from sglang_dflash.sampling import BlockSampler, Part
@@ -94,106 +95,7 @@ class DFlashWorker(BaseSpecWorker):
         self._seeds = random.Random(target_worker.random_seed)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
 
-    # --- set-up, in the order in which the scheduler calls it -------------------------------------------------------
-
-    @property
-    def draft_model_runner(self) -> ModelRunner:
-        return self._draft_worker.model_runner
-
-    @property
-    def model_runner(self) -> ModelRunner:
-        """The drafter's, which `/save_remote_model` looks for here."""
-        return self.draft_model_runner
-
-    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
-        return [("draft", self.draft_model_runner)]
-
-    @property
-    def spec_v2_attn_backends(self) -> tuple:
-        """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
-        backends = (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
-        return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
-
-    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
-        """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
-        target_runner = self.target_worker.model_runner
-        window_size = get_spec().speculative_draft_window_size
-        window = None
-        if window_size is not None:
-            window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
-        draft_rows = req_to_token_pool if window is None else window.pool
-        super().alloc_memory_pool(memory_pool_config, draft_rows, token_to_kv_pool_allocator)
-        self.req_to_token_pool = req_to_token_pool
-        assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
-        check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
-        self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
-        logger.info("%s", self._kv_memory)
-        self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
-        self._cycle = DecodeCycle(
-            self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
-        )
-
-    def init_attention_backends(self) -> None:
-        super().init_attention_backends()
-        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle)
-
-    def init_cuda_graphs(self) -> None:
-        """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
-        runner = self.target_worker.model_runner.decode_cuda_graph_runner
-        whole = runner if isinstance(runner, CycleGraphRunner) else None
-        if whole is None and isinstance(runner, DecodeCudaGraphRunner):
-            raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
-        is_adaptive = get_spec().speculative_adaptive
-        if is_adaptive and whole is None and self.device != "cpu":
-            # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
-            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
-        widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
-        self._seconds_per_kv_token = 0.0
-        if whole is None:
-            # A CPU computes all the time, so a cycle takes as long as it has rows.
-            self._graphs, self._width = None, VerifyWidth(widths, mul)
-            return
-        self._graphs = CycleGraphs(whole, widths[:-1])
-        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
-        if len(self._graphs.widths) > 1:
-            # Cycles were timed without contexts, whose keys and values are read as fast as weights.
-            runners = (self.target_worker.model_runner, self.draft_model_runner)
-            weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
-            kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
-            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
-            # Ranks have parts of different sizes, and all of them choose the same width.
-            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
-
-    def describe(self) -> dict:
-        """What `/server_info` shows."""
-        return {
-            "version": __version__,
-            "worker": type(self).__name__,
-            "block_size": self.block_size,
-            "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
-            "draft_window_size": get_spec().speculative_draft_window_size,
-            # Of now: SGLang may shrink the pools once CUDA graphs have taken their memory.
-            "kv_capacity_tokens": self.draft_model_runner.token_to_kv_pool.size,
-            "kv_bytes_per_token": {
-                "target": self._kv_memory.target_bytes_per_token,
-                "drafter": self._kv_memory.drafter_bytes_per_token,
-            },
-            "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
-            **self._metrics.snapshot(),
-        }
-
-    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """The scheduler has read the result of the oldest decode cycle that it had not."""
-        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
-
-    def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
-        """Take the drafter's weights from another checkpoint of the same shape."""
-        success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
-        if success:
-            self._cycle.reload_weights()
-        return success, message
-
-    # --- the cycle --------------------------------------------------------------------------------------------------
+    # --- one step of the scheduler ------------------------------------------------------------------------------------
 
     def forward_batch_generation(
         self,
@@ -377,3 +279,102 @@ class DFlashWorker(BaseSpecWorker):
         if batch.seq_lens_cpu is not None:
             return batch.seq_lens_cpu + width
         return batch.spec_info.reserved_seq_lens_cpu
+
+    # --- set-up, in the order in which the scheduler calls it ---------------------------------------------------------
+
+    @property
+    def draft_model_runner(self) -> ModelRunner:
+        return self._draft_worker.model_runner
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The drafter's, which `/save_remote_model` looks for here."""
+        return self.draft_model_runner
+
+    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        return [("draft", self.draft_model_runner)]
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
+        backends = (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
+
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
+        target_runner = self.target_worker.model_runner
+        window_size = get_spec().speculative_draft_window_size
+        window = None
+        if window_size is not None:
+            window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
+        draft_pool = req_to_token_pool if window is None else window.pool
+        super().alloc_memory_pool(memory_pool_config, draft_pool, token_to_kv_pool_allocator)
+        self.req_to_token_pool = req_to_token_pool
+        assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
+        check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
+        self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
+        logger.info("%s", self._kv_memory)
+        self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        self._cycle = DecodeCycle(
+            self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
+        )
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle)
+
+    def init_cuda_graphs(self) -> None:
+        """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
+        runner = self.target_worker.model_runner.decode_cuda_graph_runner
+        whole = runner if isinstance(runner, CycleGraphRunner) else None
+        if whole is None and isinstance(runner, DecodeCudaGraphRunner):
+            raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
+        is_adaptive = get_spec().speculative_adaptive
+        if is_adaptive and whole is None and self.device != "cpu":
+            # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
+            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
+        widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
+        self._seconds_per_kv_token = 0.0
+        if whole is None:
+            # A CPU computes all the time, so a cycle takes as long as it has tokens.
+            self._graphs, self._width = None, VerifyWidth(widths, mul)
+            return
+        self._graphs = CycleGraphs(whole, widths[:-1])
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
+        if len(self._graphs.widths) > 1:
+            # Cycles were timed without contexts, whose keys and values are read as fast as weights.
+            runners = (self.target_worker.model_runner, self.draft_model_runner)
+            weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
+            kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
+            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
+            # Ranks have parts of different sizes, and all of them choose the same width.
+            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
+
+    def describe(self) -> dict:
+        """What `/server_info` shows."""
+        return {
+            "version": __version__,
+            "worker": type(self).__name__,
+            "block_size": self.block_size,
+            "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
+            "draft_window_size": get_spec().speculative_draft_window_size,
+            # Of now: SGLang may shrink the pools once CUDA graphs have taken their memory.
+            "kv_capacity_tokens": self.draft_model_runner.token_to_kv_pool.size,
+            "kv_bytes_per_token": {
+                "target": self._kv_memory.target_bytes_per_token,
+                "drafter": self._kv_memory.drafter_bytes_per_token,
+            },
+            "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
+            **self._metrics.snapshot(),
+        }
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The scheduler has read the result of the oldest decode cycle that it had not."""
+        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
+
+    def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
+        """Take the drafter's weights from another checkpoint of the same shape."""
+        success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
+        if success:
+            self._cycle.reload_weights()
+        return success, message

@@ -60,16 +60,16 @@ def apply_penalties(
     if num_rows == 0:
         return
     _apply_penalties_kernel[(num_rows, triton.cdiv(vocab_size, _CHUNK))](
-        logits,
-        logits.stride(0),
-        block_tokens.contiguous(),
-        counts,
-        counts.stride(0),
-        slots,
-        frequency,
-        presence,
-        repetition,
-        vocab_size,
+        logits=logits,
+        logits_stride=logits.stride(0),
+        block_tokens=block_tokens.contiguous(),
+        counts=counts,
+        counts_stride=counts.stride(0),
+        slots=slots,
+        frequencies=frequency,
+        presences=presence,
+        repetitions=repetition,
+        vocab_size=vocab_size,
         BLOCK_SIZE=block_tokens.shape[1],
         CHUNK=_CHUNK,
     )

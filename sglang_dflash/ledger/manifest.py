@@ -166,7 +166,7 @@ USES = (
         ),
     ),
     Use(
-        "info.py",
+        "slots.py",
         "KV slots of a block are reserved as SGLang counts them",
         (
             f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
@@ -197,7 +197,7 @@ USES = (
         ),
     ),
     Use(
-        "memory.py",
+        "limits.py",
         "limits of a request that the scheduler has accepted",
         (
             f"{_PARAMS}.SamplingParams.max_new_tokens",

@@ -67,6 +67,6 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
 
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()
-    assert {int(width) for width in re.findall(r"Replayed: (\d+) rows", log)} == widths
+    assert {int(width) for width in re.findall(r"Replayed: blocks of (\d+)", log)} == widths
     assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
     assert ("in shards" in log) == (settings is TWO_RANKS)

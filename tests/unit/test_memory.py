@@ -25,7 +25,8 @@ from windowed import WINDOW, write_windowed_pair
 
 from sglang_dflash.arguments import load_drafter_config
 from sglang_dflash.config import ConfigError
-from sglang_dflash.memory import CycleMemory, KVMemory, check_window_pool
+from sglang_dflash.limits import check_window_pool
+from sglang_dflash.memory import CycleMemory, KVMemory
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()

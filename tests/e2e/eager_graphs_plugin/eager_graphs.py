@@ -34,9 +34,9 @@ class EagerBackend:
         yield
 
     def capture_one(self, key, forward, capture_inputs=None, post_warmup_hook=None) -> None:
-        before = dict(self._runner._captured)
+        before = dict(self._runner._graphs)
         output = forward()
-        [(kept_as, kept)] = [item for item in self._runner._captured.items() if item[1] is not before.get(item[0])]
+        [(kept_as, kept)] = [item for item in self._runner._graphs.items() if item[1] is not before.get(item[0])]
         self._captured[key] = forward, output, kept_as, kept
 
     def can_run(self, forward_batch, key) -> bool:
@@ -47,12 +47,12 @@ class EagerBackend:
 
         if key not in self._replayed:
             self._replayed.add(key)
-            logger.warning("Replayed: %d rows of %s", self._runner.width, key)
+            logger.warning("Replayed: blocks of %d, %s", self._runner.width, key)
         forward, output, kept_as, kept = self._captured[key]
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             overwrite(output, forward())
-        overwrite(kept.accepted, self._runner._captured[kept_as].accepted)
-        self._runner._captured[kept_as] = kept
+        overwrite(kept.accepted, self._runner._graphs[kept_as].accepted)
+        self._runner._graphs[kept_as] = kept
         return output
 
 
@@ -162,8 +162,14 @@ def register() -> None:
 
     def with_graphs(worker: DFlashWorker) -> None:
         runner = worker.target_worker.model_runner
-        vocab_logits = SimpleNamespace(get_logits_buffer=lambda vocab_size, rows: torch.empty(rows, vocab_size))
-        runner.graph_shared_output = vocab_logits
+        max_rows = runner.max_shared_logits_buffer_rows()
+
+        def get_logits_buffer(vocab_size: int, rows: int) -> torch.Tensor:
+            # As many as SGLang makes: one per request.
+            assert rows == max_rows
+            return torch.empty(rows, vocab_size)
+
+        runner.graph_shared_output = SimpleNamespace(get_logits_buffer=get_logits_buffer)
         # On a GPU asked for before any graph is captured.
         assert runner.decode_graph_gather_requirements() == (False, False)
         runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner)
