@@ -61,6 +61,7 @@ REFUSED = [
     # What may be set.
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_single": 0.5}}, "threshold_single is not"),
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_acc": 0.5}}, "threshold_acc is not"),
+    ("/configure_logging", {"log_level": "loud"}, "Unknown level: 'LOUD'"),
     # Groups of other processes.
     (
         "/init_weights_update_group",
