@@ -20,6 +20,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
+    ConfigureLoggingReq,
     EndWeightUpdateReqInput,
     EndWeightUpdateReqOutput,
     ExpertDistributionReq,
@@ -51,9 +52,10 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_spec
 
-from sglang_dflash.arguments import IGNORED
+from sglang_dflash.arguments import IGNORED, is_dflash
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,16 @@ async def raise_errors(original, communicator: FanOutCommunicator, obj: Any) -> 
             if result.rid is not None:
                 raise HTTPException(status_code=400, detail=result.rid)
     return results
+
+
+def configure_logging(original, manager: TokenizerManager, obj: ConfigureLoggingReq) -> None:
+    """AROUND `TokenizerManager.configure_logging`."""
+    try:
+        original(manager, obj)
+    except ValueError as error:
+        if not is_dflash(manager.server_args):
+            raise
+        raise HTTPException(status_code=400, detail=str(error)) from error
 
 
 def set_internal_state(

@@ -233,6 +233,13 @@ HOOKS = [
         until="they have one",
     ),
     Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging",
+        kind=HookType.AROUND,
+        function=admin.configure_logging,
+        why="an unknown level gets a 500 without a message",
+        until="it gets a 400",
+    ),
+    Hook(
         target=f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.set_internal_state",
         kind=HookType.AROUND,
         function=admin.set_internal_state,

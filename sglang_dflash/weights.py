@@ -50,7 +50,7 @@ def update_weights_from_disk(
         raise AdminError(
             "recapture_cuda_graph=true is not supported with DFLASH; its graphs read the new weights as they are."
         )
-    check_load_format(recv_req.load_format, [load_format.value for load_format in LoadFormat])
+    check_load_format(recv_req.load_format.lower(), [load_format.value for load_format in LoadFormat])
     path = recv_req.model_path
     # A hub may fail on one rank alone.
     if not any(_of_all_ranks(_is_drafter(path))):
@@ -59,6 +59,7 @@ def update_weights_from_disk(
     for problems in _of_all_ranks(receive_on_all_ranks(differences, path, serving)):
         if problems:
             raise AdminError(f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}.")
+    # It raises what keeps it from being updated.
     success, message = manager.draft_worker.update_drafter(path, recv_req.load_format)
     manager.record_weight_version_after_update(recv_req.weight_version)
     success, message = manager.flush_cache_after_weight_update(recv_req, success, message)
