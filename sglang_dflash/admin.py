@@ -53,9 +53,8 @@ from sglang.srt.managers.scheduler_components.internal_state import SchedulerInt
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_spec
 
-from sglang_dflash.arguments import IGNORED, is_dflash
+from sglang_dflash.arguments import IGNORED, is_dflash, serves_dflash
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,7 @@ def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req
 
 def profile(original, manager: SchedulerProfilerManager, recv_req: ProfileReq) -> ProfileReqOutput:
     """AROUND `SchedulerProfilerManager._profile`: what fails later, in a step, would end the server."""
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original(manager, recv_req)
     if recv_req.req_type == ProfileReqType.START_PROFILE:
         _check_profile(recv_req)

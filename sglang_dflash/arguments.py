@@ -17,7 +17,9 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 from transformers import PretrainedConfig
 
@@ -134,6 +136,11 @@ def is_dflash(server_args: ServerArgs) -> bool:
     # Not what the user said: beside --enable-return-aux-hidden-states SGLang speculates nothing.
     algorithm = resolving_view(server_args).speculative_algorithm
     return algorithm is not None and algorithm.upper() == "DFLASH"
+
+
+def serves_dflash() -> bool:
+    """Of the server that this process is a part of, once it is configured."""
+    return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_dflash()
 
 
 def handle_dflash(server_args: ServerArgs) -> None:

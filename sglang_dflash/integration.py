@@ -10,6 +10,7 @@ from sglang.srt.utils.common import is_cuda, is_flashinfer_available
 from sglang_dflash import (
     admin,
     arguments,
+    failing_requests,
     formats,
     hidden_states,
     hooks,
@@ -18,6 +19,7 @@ from sglang_dflash import (
     qwen3_blocks,
     requests,
     sampling,
+    stop_regex,
     verify_logits,
     weights,
 )
@@ -55,6 +57,7 @@ def report_worker(result, scheduler, recv_req):
 
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
+_RESULTS = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
 _WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHT_LOADER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
@@ -129,6 +132,13 @@ HOOKS = [
         function=requests.refuse_request,
         why="the in-tree check lets through parameters that its worker then ignores",
         until="SGLang asks the worker which requests it can honour",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        kind=HookType.AROUND,
+        function=requests.keep_embeddings_apart,
+        why="a prompt of embeddings in a batch with prompts of tokens ends the server",
+        until="SGLang embeds the tokens of such a batch, or keeps the two apart",
     ),
     Hook(
         target="sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
@@ -277,6 +287,41 @@ HOOKS = [
         function=sampling.sample_by_row,
         why="the tokens of a seeded request change with the filters of the requests beside it",
         until="the sampler decides for each row in which order it draws",
+    ),
+    Hook(
+        target="sglang.srt.layers.sampler.Sampler._preprocess_logits",
+        kind=HookType.AROUND,
+        function=failing_requests.preprocess_logits,
+        why="a row without a token to choose, or a custom logit processor that raises, ends the server",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target=f"{_RESULTS}.process_batch_result_prefill",
+        kind=HookType.BEFORE,
+        function=failing_requests.fail_prefilled,
+        why="a request whose first token cannot be chosen has to end with an error",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target=f"{_RESULTS}._resolve_spec_v2_tokens",
+        kind=HookType.AFTER,
+        function=failing_requests.fail_decoded,
+        why="a request whose next token cannot be chosen has to end with an error",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        kind=HookType.AFTER,
+        function=requests.make_harmless,
+        why="a refused request is prefilled all the same, and trips over what is wrong with it",
+        until="SGLang answers a refused request without running it",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req._check_str_based_finish",
+        kind=HookType.AROUND,
+        function=stop_regex.check_str_based_finish,
+        why="a stop_regex that backtracks holds up the scheduler for ever",
+        until="SGLang bounds the time of a search",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.runtime_context import get_schedule
 
+from sglang_dflash.arguments import serves_dflash
 from sglang_dflash.config import ConfigError
 
 
@@ -47,7 +48,7 @@ def req_to_token_headroom(original) -> int:
     A decode step reserves `get_alloc_reserve_per_decode` slots past the committed length, whatever the page size.
     """
     extra = original()
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return extra
     return max(extra, get_alloc_reserve_per_decode() + get_schedule().page_size)
 

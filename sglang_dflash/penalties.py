@@ -167,6 +167,7 @@ class _Parameters:
 def _stop_token_ids(req: Req) -> list[int]:
     """What SGLang's `BatchedMinNewTokensPenalizer` suppresses."""
     ids = set(req.sampling_params.stop_token_ids or ()) | set(req.tokenizer.additional_stop_token_ids or ())
+    ids |= req.eos_token_ids or set()
     if req.tokenizer.eos_token_id is not None:
         ids.add(req.tokenizer.eos_token_id)
     return sorted(ids)

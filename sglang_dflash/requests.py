@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 from collections.abc import AsyncIterator
 from typing import get_type_hints
 
 import msgspec
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.arguments import is_dflash
+from sglang_dflash.arguments import is_dflash, serves_dflash
+from sglang_dflash.failing_requests import MAX_LOGIT
+from sglang_dflash.stop_regex import check_stop_regex
 
 # Every field of `SamplingParams` is in one of these four groups. These are acted on by SGLang's scheduler and
 # detokenizer, whoever decodes:
@@ -61,10 +64,38 @@ REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk", "return_sampl
 # prompts by `FREE_N`, and by more up to so many answers.
 MAX_ANSWERS, FREE_N = 4096, 16
 
-_SESSION_TYPES = get_type_hints(SessionParams)
+# Fields of a request that may be a list with a value for each prompt.
+PER_PROMPT = (
+    "rid",
+    "sampling_params",
+    "watermark",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+    "return_hidden_states",
+    "custom_logit_processor",
+    "lora_path",
+    "lora_id",
+    "extra_key",
+    "cache_salt",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "kv_hints",
+    "positional_embed_overrides",
+)
+
 _TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name not in INTERNAL}
+_SESSION_TYPES = get_type_hints(SessionParams)
 # SGLang keeps these in tensors of 32 and 64 bits.
 _LARGEST = {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1, "max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1}
+# And divides by these, or compares with them, in float32.
+_POSITIVE = ("temperature", "top_p", "repetition_penalty")
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def generate_request(
@@ -72,6 +103,7 @@ def generate_request(
 ) -> AsyncIterator:
     """AROUND `TokenizerManager.generate_request`, which answers with a 400 what raises a ValueError here."""
     if is_dflash(manager.server_args) and isinstance(obj, GenerateReqInput):
+        num_prompts, is_batch = check_prompts(obj, manager.model_config.hidden_size)
         params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         vocab_size = manager.model_config.vocab_size
         watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
@@ -81,45 +113,109 @@ def generate_request(
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
-        num_prompts, n = _num_prompts(obj), max((each.get("n") or 1 for each in params), default=1)
+        n = max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
             raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
+        check_lists(obj, num_prompts, is_batch or n > 1)
+        check_objects(obj)
     return original(manager, obj, *args, **kwargs)
 
 
-def _num_prompts(obj: GenerateReqInput) -> int:
-    """Of a request that SGLang has not looked at yet: it has one prompt, or a list of them."""
+def check_prompts(obj: GenerateReqInput, hidden_size: int) -> tuple[int, bool]:
+    """The number of prompts of a request that SGLang has not looked at yet, and whether it is a list of them.
+
+    Raises:
+        ValueError: for an empty list, or embeddings that the model does not have.
+    """
     # Lists that one prompt is made of: text, token ids, embeddings of tokens.
-    for prompts, depth in ((obj.text, 0), (obj.input_ids, 1), (obj.input_embeds, 2)):
-        if prompts is not None:
-            inner = prompts
-            for _ in range(depth):
-                inner = inner[0] if isinstance(inner, list) and inner else None
-            return max(len(prompts), 1) if isinstance(inner, list) else 1
-    return 1
+    found = None
+    for name, depth in (("text", 0), ("input_ids", 1), ("input_embeds", 2)):
+        prompts = getattr(obj, name)
+        if prompts is None:
+            continue
+        inner = prompts
+        for _ in range(depth):
+            inner = inner[0] if isinstance(inner, list) and inner else None
+        is_batch = isinstance(inner, list)
+        # Without tokens a prompt may still have those of its session.
+        if isinstance(prompts, list) and not prompts and name != "input_ids":
+            raise ValueError(f"{name} is an empty list.")
+        if name == "input_embeds":
+            for prompt in prompts if is_batch else [prompts]:
+                _check_embeddings(prompt, hidden_size)
+        here = (len(prompts) if is_batch else 1), is_batch
+        if found not in (None, here):
+            raise ValueError(f"{name} is of {here[0]} prompts, and text or input_ids of {found[0]}.")
+        found = here
+    return found or (1, False)
+
+
+def _check_embeddings(prompt: list, hidden_size: int) -> None:
+    if not prompt:
+        raise ValueError("input_embeds has a prompt without tokens.")
+    for token in prompt:
+        if not (isinstance(token, list) and len(token) == hidden_size):
+            raise ValueError(f"input_embeds has a token that is not a list of {hidden_size} floats.")
+
+
+def check_lists(obj: GenerateReqInput, num_prompts: int, is_batch: bool) -> None:
+    """Raise ValueError naming a field whose list does not have one value for each prompt."""
+    lists = {name: getattr(obj, name) for name in PER_PROMPT}
+    tokens = obj.token_ids_logprob
+    if isinstance(tokens, list) and any(not isinstance(value, int) for value in tokens):
+        lists["token_ids_logprob"] = tokens
+    for name, values in lists.items():
+        if not isinstance(values, list):
+            continue
+        if not is_batch:
+            raise ValueError(f"{name} is a list of {len(values)}, and the request has one prompt and no list of them.")
+        if len(values) != num_prompts:
+            raise ValueError(f"{name} has {len(values)} values, and the request {num_prompts} prompts.")
+    if "token_ids_logprob" in lists and not all(value is None or isinstance(value, list) for value in tokens):
+        raise ValueError("token_ids_logprob has lists and integers side by side.")
+
+
+def check_objects(obj: GenerateReqInput) -> None:
+    """Raise ValueError naming a field that SGLang unpacks without a look at what it is."""
+    overrides = obj.positional_embed_overrides
+    for each in overrides if isinstance(overrides, list) else [overrides]:
+        if not (each is None or isinstance(each, PositionalEmbeds)):
+            raise ValueError(f"positional_embed_overrides={each!r}: only an Engine can be given tensors.")
+    for name, value in (obj.session_params or {}).items():
+        if name not in _SESSION_TYPES:
+            raise ValueError(f"session_params has {name}, which is no session parameter.")
+        try:
+            msgspec.convert(value, _SESSION_TYPES[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={value!r} in session_params: {error}.") from error
 
 
 def check_sampling_params(params: object, vocab_size: int) -> None:
-    """Raise ValueError naming a sampling parameter of the wrong type, which SGLang would find too late, or never."""
+    """Raise ValueError naming a sampling parameter that SGLang would find fault with too late, or never."""
     _check_fields("sampling_params", params, _TYPES)
-    for name, largest in _LARGEST.items():
-        if abs(params.get(name) or 0) > largest:
-            raise ValueError(f"{name}={params[name]} is beyond {largest}.")
+    for name, value in params.items():
+        # None stands for the default.
+        if value is None:
+            continue
+        if name in _LARGEST and abs(value) > _LARGEST[name]:
+            raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
+        if name in _POSITIVE and value > 0 and not _FLOAT32.tiny <= value <= _FLOAT32.max:
+            raise ValueError(f"{name}={value} is beyond the range of float32.")
     if (params.get("beam_width") or 1) > 1:
         raise ValueError(f"beam_width={params['beam_width']} is not supported with DFLASH.")
     if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
         raise ValueError("watermark is not supported with DFLASH.")
-    if params.get("n") is not None and params["n"] < 1:
+    # SGLang compares it as it comes.
+    if "n" in params and (params["n"] or 0) < 1:
         raise ValueError(f"n={params['n']}: at least one answer has to be asked for.")
-    if params.get("min_new_tokens"):
-        # Until then their logits are -inf.
-        _check_integers("stop_token_ids", params.get("stop_token_ids"), 0, vocab_size - 1)
+    _check_integers("stop_token_ids", params.get("stop_token_ids"), 0, vocab_size - 1)
+    for token, bias in (params.get("logit_bias") or {}).items():
+        # -inf rules a token out.
+        if not bias <= MAX_LOGIT:
+            raise ValueError(f"logit_bias of token {token} is {bias}; the most is {MAX_LOGIT}.")
     patterns = params.get("stop_regex") or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"stop_regex={pattern!r} is not a regular expression: {error}.") from error
+        check_stop_regex(pattern)
 
 
 def _check_fields(name: str, fields: object, types: dict) -> None:
@@ -153,15 +249,27 @@ def refuse_request(req: Req, enable_overlap: bool) -> str | None:
     Returns:
         the message of the 400, or None for a request that is served.
     """
-    reason = _malformed(req) or _not_supported(req)
-    if reason is not None:
-        # SGLang takes a refused request through one prefill step, which must not trip over what was wrong with it.
-        for name in REFUSED_OUTPUTS:
-            setattr(req, name, False)
-        req.custom_logit_processor = None
-        req.sampling_params = SamplingParams(temperature=0, max_new_tokens=1)
-        req.sampling_params.normalize(None)
-    return reason
+    return _malformed(req) or _not_supported(req)
+
+
+def make_harmless(result: None, req: Req, *args, **kwargs) -> None:
+    """AFTER `Req.set_finish_with_abort`: SGLang takes a refused request through one prefill step, which must not trip
+    over what was wrong with it."""
+    if not serves_dflash():
+        return
+    for name in REFUSED_OUTPUTS:
+        setattr(req, name, False)
+    req.custom_logit_processor = None
+    req.sampling_params = SamplingParams(temperature=0, max_new_tokens=1)
+    req.sampling_params.normalize(None)
+
+
+def keep_embeddings_apart(original, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
+    """AROUND `PrefillAdder.add_one_req`: the prompts of a batch are embeddings, or they are tokens."""
+    others = adder.can_run_list
+    if others and serves_dflash() and (others[0].input_embeds is None) != (req.input_embeds is None):
+        return AddReqResult.OTHER
+    return original(adder, req, *args, **kwargs)
 
 
 def _malformed(req: Req) -> str | None:
@@ -183,9 +291,11 @@ def _malformed(req: Req) -> str | None:
 
 def _malformed_processor(processor: str) -> str | None:
     try:
-        CustomLogitProcessor.from_str(processor)
-    except (ValueError, LookupError, TypeError, AttributeError, ImportError, EOFError, pickle.UnpicklingError) as error:
+        unpacked = CustomLogitProcessor.from_str(processor)
+    except Exception as error:  # A stranger's code may raise anything.
         return f"custom_logit_processor cannot be unpacked: {type(error).__name__}: {error}"
+    if not callable(unpacked):
+        return f"custom_logit_processor is a {type(unpacked).__name__}, which cannot be called with logits."
     return None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec
@@ -27,7 +27,9 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.common import async_h2d
 
+from sglang_dflash import failing_requests
 from sglang_dflash.accept import Acceptance
+from sglang_dflash.failing_requests import Failures
 from sglang_dflash.penalties import Penalties, are_penalised, is_penalised
 from sglang_dflash.reference.sample_rows import DrawParameters
 from sglang_dflash.settings import SETTINGS
@@ -90,6 +92,7 @@ class BlockSampler:
             and self._sampler.rl_on_policy_target is None
         )
         _samplers.add(self._sampler)
+        self._checks = failing_requests.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
     def overruled(self, batch: ScheduleBatch) -> list[int]:
@@ -132,6 +135,25 @@ class BlockSampler:
         if are_penalised(batch.sampling_info):
             self._penalties.count(batch.req_pool_indices, next_token_ids)
 
+    def failures(self, batch: ScheduleBatch, accept_lens: torch.Tensor | None = None) -> list[Failures] | None:
+        """Of the tokens that SGLang's sampler has just chosen, for `GenerationBatchResult.extra_keep_alive_refs`; None
+        where it chose none.
+
+        Args:
+            accept_lens: [bs], of the blocks that were verified; None after a prefill.
+        """
+        if accept_lens is not None:
+            failed, errors = self._failed, self._errors
+        else:
+            failed, errors = self._checks.take()
+            if failed is None:
+                return None
+            failed, errors = failed[:, None], {i: (0, error) for i, error in errors.items()}
+        if batch.sampling_info.has_custom_logit_processor and self._tp_group.world_size > 1:
+            # Nobody knows what a processor does on another rank.
+            failed = self._tp_group.broadcast(failed.to(torch.int32), src=0).to(torch.bool)
+        return [Failures.of(failed, accept_lens, errors)]
+
     def end_cycle(self, batch: ScheduleBatch, accepted: Acceptance) -> None:
         """Take note of what a cycle committed."""
         if are_penalised(batch.sampling_info):
@@ -139,6 +161,9 @@ class BlockSampler:
 
     def parts(self, batch: ScheduleBatch, places: list[int], width: int) -> list[Part]:
         """Requests of a batch, so many at a time that their logits take `SETTINGS.sampler_bytes` at most."""
+        # Of these blocks, [bs, W], and by place: see :class:`sglang_dflash.failing_requests.Failures`.
+        self._failed = torch.zeros((len(batch.reqs), width), dtype=torch.bool, device=batch.device)
+        self._errors: dict[int, tuple[int, str]] = {}
         size = max(1, SETTINGS.sampler_bytes // sampler_bytes(batch.sampling_info.vocab_size, width))
         return [Part.of(batch, places[start : start + size]) for start in range(0, len(places), size)]
 
@@ -182,7 +207,8 @@ class BlockSampler:
         if info.logit_bias is not None:
             blocks.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
-            _apply_custom_logit_processors(blocks, block_tokens, reqs, info)
+            for i, error in _apply_custom_logit_processors(blocks, block_tokens, reqs, info).items():
+                self._errors[part.places[i]] = error
 
         # Of two equal logits, SGLang's filters keep either; an argmax keeps the first.
         is_mixed = info.is_any_greedy and not info.is_all_greedy
@@ -196,6 +222,7 @@ class BlockSampler:
             _repeat([req.logprob.token_ids_logprob if req.return_logprob else None for req in reqs], width),
             positions.view(bs, width)[index].view(-1),
         ).to(torch.int64)
+        self._failed[index] = self._checks.take()[0].view(-1, width)
         if is_mixed:
             tokens = torch.where((info.top_ks <= 1).repeat_interleave(width), argmax, tokens)
         if not info.is_all_greedy:
@@ -308,13 +335,17 @@ def _take_logprobs(
 
 def _apply_custom_logit_processors(
     blocks: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
-) -> None:
+) -> dict[int, tuple[int, str]]:
     """Token by token, as processors may look at the output so far, which they find in the request.
 
     Args:
         blocks: [n, W, V] float32, their logits, changed in place.
         block_tokens: [n, W] int64.
+
+    Returns:
+        by request, the first token at which its processor fails, and how.
     """
+    errors = {}
     drafts = [
         (req, tokens[1:])
         for req, tokens in zip(reqs, block_tokens.tolist(), strict=True)
@@ -325,10 +356,12 @@ def _apply_custom_logit_processors(
         for j in range(blocks.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            apply_custom_logit_processor(blocks[:, j], info)
+            for i, error in failing_requests.apply_processors(blocks[:, j], info).items():
+                errors.setdefault(i, (j, error))
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
             del req.output_ids[output_len:]
+    return errors
 
 
 def needs_the_last_result(result: bool, scheduler, batch: ScheduleBatch | None, last_batch) -> bool:

@@ -21,12 +21,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel
 from transformers import PretrainedConfig
 
 from sglang_dflash import formats
 from sglang_dflash.admin import AdminError, describe
-from sglang_dflash.arguments import is_dflash
+from sglang_dflash.arguments import is_dflash, serves_dflash
 from sglang_dflash.config import ConfigError, DFlashConfig
 from sglang_dflash.inspect import read_drafter, tensor_shapes
 from sglang_dflash.tensors import tensor_problems
@@ -106,7 +106,7 @@ def check_load_format(load_format: str, known: list[str]) -> None:
 def receive_on_all_ranks(original: Callable, *args, **kwargs) -> Any:
     """AROUND `BaseTpWorker.deserialize_own_rank` and `WeightUpdater.receive_weights_from_distributed`: tensors that one
     rank cannot read are loaded by none."""
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original(*args, **kwargs)
     tensors, problem = None, None
     try:
@@ -122,7 +122,7 @@ def receive_on_all_ranks(original: Callable, *args, **kwargs) -> Any:
 def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
     """AROUND the methods of `WeightUpdater` that load weights: an update that fails on one rank has failed on all.
     Ranks that part would go on with different caches, or wait for each other forever."""
-    if get_spec().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return original(*args, **kwargs)
     try:
         success, message = original(*args, **kwargs)

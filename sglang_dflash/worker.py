@@ -175,6 +175,7 @@ class DFlashWorker(BaseSpecWorker):
                 self._cycle.append_again(step, part.index)
             self._metrics.clock.mark(APPENDED)
         accepted, output = step.accepted, step.output
+        failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
         # The next replay overwrites them before the scheduler has read them.
@@ -188,6 +189,7 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             can_run_cuda_graph=step.is_replay,
+            extra_keep_alive_refs=failures,
         )
 
     def _block_batch(
@@ -241,6 +243,7 @@ class DFlashWorker(BaseSpecWorker):
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         self._sampler.end_prefill(batch, result.next_token_ids)
+        result.extra_keep_alive_refs = self._sampler.failures(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)

@@ -406,7 +406,6 @@ USES = (
         "tokens of a block are chosen as SGLang chooses one: its sampler, and all that comes before it",
         (
             "sglang.srt.layers.sampler.Sampler",
-            "sglang.srt.layers.sampler.apply_custom_logit_processor",
             f"{_RUNNER}.sample",
             _SAMPLING,
             f"{_PARAMS}.TOP_K_ALL",
@@ -426,6 +425,27 @@ USES = (
             f"{_LOGITS_OUTPUT}.next_token_top_logprobs_idx",
             f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_val",
             f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_idx",
+        ),
+    ),
+    Use(
+        "failing_requests.py",
+        "a request that fails is ended as these end one",
+        (
+            "sglang.srt.layers.sampler.apply_custom_logit_processor",
+            f"{_SAMPLING.rpartition('.')[0]}.ProcessorEntry",
+            f"{_RESULT}.extra_keep_alive_refs",
+            f"{_RESULTS}.process_batch_result_decode",
+            f"{_REQ}.to_finish",
+            f"{_REQ}.discard_output_reason",
+            f"{_REQ}.update_finish_state",
+        ),
+    ),
+    Use(
+        "stop_regex.py",
+        "whether and where a stop_regex ends a request is decided as there",
+        (
+            f"{_REQ}._locate_str_stop_finished_len",
+            f"{_REQ}._stop_match_tail_len",
         ),
     ),
     Use(

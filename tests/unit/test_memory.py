@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
@@ -58,9 +59,8 @@ def server_args(target: Path, drafter: Path, **changes) -> ServerArgs:
         device="cpu",
         attention_backend="torch_native",
         dtype="float32",
-        speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(drafter),
-        **({"page_size": 1} | changes),
+        **({"speculative_algorithm": "DFLASH", "page_size": 1} | changes),
     )
 
 
@@ -134,6 +134,20 @@ def kv_dtype(is_draft_worker: bool) -> torch.dtype:
 def served(args: ServerArgs):
     """Meanwhile SGLang's configuration is that of a server with these arguments."""
     return use_context(create_context(args, role="scheduler"))
+
+
+@pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
+def test_rows_have_room_for_blocks(name):
+    """However the algorithm is spelt: two blocks past what is committed, and a page."""
+    args = server_args(TARGET_DIR, DRAFTER_DIR, speculative_algorithm=name)
+    with served(args):
+        assert (
+            allocation_sizing.get_req_to_token_extra_context_len()
+            >= allocation_sizing.get_alloc_reserve_per_decode() + 1
+            == 33
+        )
+    with served(ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", page_size=1)):
+        assert allocation_sizing.get_req_to_token_extra_context_len() == 4
 
 
 def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
