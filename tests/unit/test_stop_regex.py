@@ -32,7 +32,7 @@ PATTERNS = [
 ]
 # Their ways are few.
 LIGHT = [r"END", r"\n\n", r"</?answer>", r"\d{1,3}\.\d{1,3}", r"(?<=\n)END", r"(?>ab|a)c", r"(a|b)\1", r"", r"\ud800"]
-PIECES = [*"aabbc \nxyA.1é…", "END", "abcx", "1.1", "\n\n"]
+PIECES = [*"aabbc \nxyA.1é…", "END", "abcx", "1.1", "\n\n", "é…"]
 REFUSED = {
     r"(a+)\1+b": "groupref",
     r"(?=a+)a+b": "assert",
