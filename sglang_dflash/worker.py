@@ -152,6 +152,8 @@ class DFlashWorker(BaseSpecWorker):
         output = step.output
         if batch.return_logprob:
             output.next_token_logprobs = torch.zeros(step.block_tokens.shape, device=self.device)
+        if not overruled:
+            return []
         parts = self._sampler.parts(batch, overruled, step.block_tokens.shape[1])
         for part in parts:
             tokens = self._sampler(
