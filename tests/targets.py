@@ -4,15 +4,20 @@ requests whose drafts are the target's own continuation with errors (`oracle_dra
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from engine_process import run
+from ties import describe_difference, first_difference
 
 BLOCK_SIZE = 16
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
 WINDOW = 48
 PLUGIN = Path(__file__).with_name("oracle_drafts_plugin")
-# A draft in so many is wrong.
+NUM_REQUESTS, NEW_TOKENS = 8, 160
+# Of the drafts, those that are wrong.
 ERROR_RATE = 0.1
 
 _COMMON = {
@@ -211,15 +216,15 @@ def dflash(folder: Path) -> dict:
     return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
 
 
-def requests(num: int, new_tokens: int) -> list[dict]:
+def requests() -> list[dict]:
     """Arguments of one request each: prompts of 5 to 200 tokens, and answers that do not all end at once."""
     draw = random.Random(0)
     return [
         {
-            "input_ids": [draw.randrange(2, VOCAB_SIZE - 16) for _ in range(5 + 195 * i // max(num - 1, 1))],
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens - 8 * (i % 4), "ignore_eos": True},
+            "input_ids": [draw.randrange(2, VOCAB_SIZE - 16) for _ in range(5 + 195 * i // (NUM_REQUESTS - 1))],
+            "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS - 8 * (i % 4), "ignore_eos": True},
         }
-        for i in range(num)
+        for i in range(NUM_REQUESTS)
     ]
 
 
@@ -237,3 +242,41 @@ def expected_cycles(answer: list[int], drafted: list[int]) -> int:
         right = next((i - written for i in block if drafted[i] != answer[i]), len(block))
         written, cycles = written + right + 1, cycles + 1
     return cycles
+
+
+def generate(folder, name: str, dtype: str, flags: dict, env: dict) -> list[tuple[dict, dict, list[int]]]:
+    """Each answer without speculation, with DFLASH, and what was drafted for it."""
+    engine = write_pair(folder, name, dtype) | flags
+    env = env | {"PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
+    asked = requests()
+    call = {key: [request[key] for request in asked] for key in ("input_ids", "sampling_params")}
+    [plain], described = run(folder, engine, [call | {"return_logprob": True, "top_logprobs_num": 2}], env)
+    assert described is None
+    drafted = [drafts(prompt, answer["output_ids"]) for prompt, answer in zip(call["input_ids"], plain)]
+    (folder / "drafts.json").write_text(
+        json.dumps([{"input_ids": p, "output_ids": d} for p, d in zip(call["input_ids"], drafted)])
+    )
+    env["ORACLE_DRAFTS"] = str(folder / "drafts.json")
+    [answers], described = run(folder, engine | dflash(folder), [call], env)
+    assert described["worker"] == "DFlashWorker"
+    return list(zip(plain, answers, drafted))
+
+
+def report(name: str, answers: list[tuple[dict, dict, list[int]]]) -> None:
+    same = sum(first_difference(plain, got) is None for plain, got, _ in answers)
+    cycles = sum(got["meta_info"]["spec_verify_ct"] for _, got, _ in answers)
+    tokens = sum(len(got["output_ids"]) - 1 for _, got, _ in answers)
+    variety = [len(set(plain["output_ids"])) for plain, _, _ in answers]
+    print(f"\n{name}: {same} of {len(answers)} identical, {tokens / cycles:.2f} tokens per cycle, different: {variety}")
+    for i, (plain, got, _) in enumerate(answers):
+        if first_difference(plain, got) is not None:
+            print(f"  answer {i} {describe_difference(plain, got)}")
+
+
+def assert_exact(answers: list[tuple[dict, dict, list[int]]]) -> None:
+    """Every answer is the one without speculation, in as many cycles as the wrong drafts make."""
+    # Texts that repeat themselves would hide what attention sees.
+    assert sum(len(set(plain["output_ids"])) > 20 for plain, _, _ in answers) >= NUM_REQUESTS / 2
+    for plain, got, drafted in answers:
+        assert got["output_ids"] == plain["output_ids"]
+        assert got["meta_info"]["spec_verify_ct"] == expected_cycles(plain["output_ids"], drafted)

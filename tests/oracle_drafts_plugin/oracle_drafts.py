@@ -37,13 +37,14 @@ def initialize(model: torch.nn.Module, *unused, **unused_too) -> None:
         elif weight.dim() == 1:
             values = torch.randn(weight.shape, generator=generator) * (1.0 if "sinks" in name else 0.1)
         else:
-            values = torch.randn(weight.shape, generator=generator) * _scale(name, weight.shape)
+            values = torch.randn(weight.shape, generator=generator) * _scale(model, name, weight.shape)
         weight.copy_(values)
 
 
-def _scale(name: str, shape: torch.Size) -> float:
+def _scale(model: torch.nn.Module, name: str, shape: torch.Size) -> float:
     if "embed_tokens" in name:
-        return 1.0
+        # Gemma multiplies by the root of the size.
+        return shape[-1] ** -0.5 if type(model).__name__.startswith("Gemma") else 1.0
     factor = 1.0
     if "lm_head" in name:
         factor = 4.0
