@@ -4,8 +4,8 @@
 
 Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Launches are replayed from a CUDA graph, and
 take turns over up to 64 inputs: more than the L2 cache holds, where there is anything to move. Before it is timed, a
-kernel is compared with its torch twin in `sglang_dflash.reference`. Without a GPU, Triton's interpreter shows that the
-script works; its times mean nothing:
+kernel is compared with its torch twin in `sglang_dflash.ops.reference`. Without a GPU, Triton's interpreter shows that
+the script works; its times mean nothing:
 
     TRITON_INTERPRET=1 python3 scripts/bench_kernels.py --batch 1 3 --vocab 2000 --window 64 --context 500 \\
         --out work/kernels
@@ -31,10 +31,7 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
-from sglang_dflash.reference.prepare_block import Block
-from sglang_dflash.reference.sample_rows import DrawParameters
-from sglang_dflash.reference.split_kv import KVSplit
-from sglang_dflash.reference.write_context_kv import KVBuffers
+from sglang_dflash.types import Block, DrawParameters, KVBuffers, KVSplit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -236,7 +233,7 @@ def check(name: str, got: Case, want: Case) -> None:
 
 
 def twin(name: str, package: str) -> Callable:
-    return getattr(importlib.import_module(f"sglang_dflash.{package}.{name}"), name)
+    return getattr(importlib.import_module(f"sglang_dflash.ops.{package}.{name}"), name)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

@@ -32,8 +32,8 @@ from bench import cublaslt
 from bench.machine import hardware, versions
 from torch.nn import functional
 
-from sglang_dflash.kernels import linear_few_rows as kernel
-from sglang_dflash.reference.linear_few_rows import linear_few_rows as reference
+from sglang_dflash.ops.kernels import linear_few_rows as kernel
+from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.

@@ -20,9 +20,9 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, Off
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
-from sglang_dflash import formats
-from sglang_dflash.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
-from sglang_dflash.tensors import Shape, tensor_problems
+from sglang_dflash.checkpoint import formats
+from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.tensors import Shape, tensor_problems
 
 
 @dataclass(frozen=True)

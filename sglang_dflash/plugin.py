@@ -27,13 +27,13 @@ def register() -> None:
     """Hook DFLASH into SGLang; where that fails, refuse DFLASH and nothing else."""
     registered = False
     try:
-        from sglang_dflash.integration import register as register_integration
+        from sglang_dflash.integration.manifest import register as register_integration
 
         register_integration()
         registered = True
     finally:
         if registered:
-            # Their own hooks check too (`integration`, `arguments`).
+            # Their own hooks check too (`integration.manifest`, `arguments`).
             _guard(GUARDED, hooks.verify)
         else:
             _guard((CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED), _refuse)

@@ -25,8 +25,8 @@ def build(folder: str, dtype: torch.dtype, rows: int):
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    from sglang_dflash.context import ContextWriter
-    from sglang_dflash.model import DFlashDraftModel
+    from sglang_dflash.draft.context import ContextWriter
+    from sglang_dflash.draft.model import DFlashDraftModel
 
     with set_default_torch_dtype(dtype), torch.device(device):
         model = DFlashDraftModel(get_config(folder, trust_remote_code=False))

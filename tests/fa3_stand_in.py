@@ -1,6 +1,7 @@
 """SGLang's FA3 backend without FA3: its two functions in torch, on a machine that has none.
 
-They compute what FA3's do. What they are called with, by SGLang and by `sglang_dflash.fa3_blocks`, is what this is for.
+They compute what FA3's do. What they are called with, by SGLang and by `sglang_dflash.attention.fa3`, is what this is
+for.
 """
 
 import sys
@@ -11,7 +12,7 @@ import torch
 from attention_reference import dense_attention
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from sglang_dflash import fa3_blocks
+from sglang_dflash.attention import fa3
 
 # Handed from the one function to the other, as FA3's schedule is.
 _SCHEDULED = "_scheduled_with"
@@ -63,7 +64,7 @@ def flash_attn_with_kvcache(
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     bs, num_pages = page_table.shape
     # Every layer of a block in a graph has a schedule, and no other has.
-    assert (scheduler_metadata is None) == (fa3_blocks._schedules is None)
+    assert (scheduler_metadata is None) == (fa3._schedules is None)
     if scheduler_metadata is not None:
         shape = (bs, max_seqlen_q, num_pages * page_size, q.shape[1], kv_heads, head_dim, v_cache.shape[-1], page_size)
         lens = (cache_seqlens.data_ptr(), cu_seqlens_q.data_ptr())
@@ -101,5 +102,5 @@ def install() -> None:
     flashattention_backend.get_device_capability = lambda: (9, 0)
     backend = flashattention_backend.FlashAttentionBackend
     original = backend.forward_extend
-    backend.forward_extend = lambda *args, **kwargs: fa3_blocks.attend(original, *args, **kwargs)
+    backend.forward_extend = lambda *args, **kwargs: fa3.attend(original, *args, **kwargs)
     ATTENTION_BACKENDS["fa3"] = backend

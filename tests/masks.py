@@ -151,7 +151,7 @@ class Blocks:
     def batch(self):
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-        from sglang_dflash.info import DFlashVerifyInput
+        from sglang_dflash.engine.relay import DFlashVerifyInput
 
         device, lens = self.runner.device, torch.tensor(CONTEXT_LENS)
         positions = torch.cat([torch.arange(length, length + BLOCK_SIZE) for length in CONTEXT_LENS])
@@ -221,8 +221,8 @@ class Blocks:
         """
         from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
-        from sglang_dflash.block_plan import block_plan
-        from sglang_dflash.fa3_blocks import shared_schedules
+        from sglang_dflash.attention.fa3 import shared_schedules
+        from sglang_dflash.attention.plan import block_plan
 
         batch, inputs = self.batch(), self.inputs()
         lens = torch.ones(batch.batch_size, dtype=torch.int64)
@@ -289,7 +289,7 @@ def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> 
         fa3_stand_in.install()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_dflash.config import TWO_SIDED_BACKENDS
+    from sglang_dflash.checkpoint.config import TWO_SIDED_BACKENDS
 
     blocks = Blocks(runner, page_size, *geometry)
     errors = {}

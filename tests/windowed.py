@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sglang_dflash.config import DFlashConfig
-from sglang_dflash.formats import to_qwen3_config
-from sglang_dflash.tensors import expected_tensors
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.formats import to_qwen3_config
+from sglang_dflash.checkpoint.tensors import expected_tensors
 from sglang_dflash.tiny_pair import TARGET_DIR
 
 WINDOW = 48

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from sglang_dflash.reference.decode import context_features
-from sglang_dflash.reference.drafter import ReferenceDrafter
+from sglang_dflash.oracle.decode import context_features
+from sglang_dflash.oracle.drafter import ReferenceDrafter
 from tiny_pair.loop import train
 from tiny_pair.settings import DRAFTER_CONFIG, Settings, save_checkpoint, step_generator
 from tiny_pair.target import load_served_target, load_tokens, random_windows

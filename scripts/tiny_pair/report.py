@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.reference.decode import dflash_generate, greedy_generate
-from sglang_dflash.reference.drafter import ReferenceDrafter
+from sglang_dflash.oracle.decode import dflash_generate, greedy_generate
+from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
 from tiny_pair.settings import MAX_BYTES, Settings, write_json
 

@@ -52,9 +52,9 @@ class Use:
 
 
 USES = (
-    # --- arguments --------------------------------------------------------------------------------------------------
+    # --- arguments ----------------------------------------------------------------------------------------------------
     Use(
-        "arguments.py",
+        "integration/arguments.py",
         "how arguments are written and read while they are being resolved",
         (
             "sglang.srt.arg_groups.overrides.declare_resolution",
@@ -63,34 +63,34 @@ USES = (
         ),
     ),
     Use(
-        "arguments.py",
+        "integration/arguments.py",
         "keeps the most rows of a block where we have put them, in `_max_speculative_num_draft_tokens`",
         ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
     ),
     Use(
-        "graphs.py",
+        "engine/graphs.py",
         "the configuration that backends are built by is changed, and changed back",
         ("sglang.srt.runtime_context.RuntimeContext.override",),
     ),
     Use(
-        "drafter_runner.py",
+        "draft/runner.py",
         "the configuration that models are built by is changed, and changed back",
         ("sglang.srt.runtime_context._ConfigBag.override",),
     ),
-    Use("integration.py", "our drafter is registered in it", ("sglang.srt.models.registry._ModelRegistry",)),
+    Use("integration/manifest.py", "our drafter is registered in it", ("sglang.srt.models.registry._ModelRegistry",)),
     # --- the worker and its cycle -----------------------------------------------------------------------------------
     Use(
-        "worker.py",
+        "engine/worker.py",
         "our worker's base class: what the scheduler asks of a worker",
         ("sglang.srt.speculative.base_spec_worker.BaseSpecWorker",),
     ),
     Use(
-        "worker.py",
+        "engine/worker.py",
         "the order in which the scheduler sets a worker up, and what it hands over",
         (f"{_SCHEDULER}.maybe_init_draft_worker", f"{_SCHEDULER}.init_model_worker"),
     ),
     Use(
-        "worker.py",
+        "engine/worker.py",
         "who restores the batch that a cycle overwrites, and when a cycle's results are relayed",
         (
             f"{_SCHEDULER}.run_batch",
@@ -104,7 +104,7 @@ USES = (
         ),
     ),
     Use(
-        "worker.py",
+        "engine/worker.py",
         "how the scheduler reads a result: the layout of its tokens, its lengths, and what goes on to the next cycle",
         (
             _RESULT,
@@ -117,22 +117,22 @@ USES = (
         ),
     ),
     Use(
-        "worker.py",
+        "engine/worker.py",
         "a TARGET_VERIFY batch of blocks is made by it",
         (f"{_FORWARD_BATCH}.init_new",),
     ),
     Use(
-        "worker.py",
+        "engine/worker.py",
         "which backends make the scheduler wait for exact lengths on the CPU",
         (f"{_OVERLAP}.decide_needs_cpu_seq_lens",),
     ),
     Use(
-        "cycle.py",
+        "engine/cycle.py",
         "the drafter's batch is a copy of the target's with lengths of its own",
         (f"{_FORWARD_BATCH}.seq_lens", "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"),
     ),
     Use(
-        "drafter_runner.py",
+        "draft/runner.py",
         "the drafter's worker is one of these with a configuration of its own",
         (
             "sglang.srt.managers.tp_worker.TpModelWorker",
@@ -143,7 +143,7 @@ USES = (
         ),
     ),
     Use(
-        "info.py",
+        "engine/relay.py",
         "base classes of what travels with a batch",
         (
             "sglang.srt.speculative.spec_info.SpecInput",
@@ -152,7 +152,7 @@ USES = (
         ),
     ),
     Use(
-        "info.py",
+        "engine/relay.py",
         "the scheduler, its batches and the overlap relay read and write the draft input",
         (
             f"{_OVERLAP}.FutureMap",
@@ -166,7 +166,7 @@ USES = (
         ),
     ),
     Use(
-        "slots.py",
+        "engine/kv_reservation.py",
         "KV slots of a block are reserved as SGLang counts them",
         (
             f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
@@ -178,7 +178,7 @@ USES = (
         ),
     ),
     Use(
-        "memory.py",
+        "integration/pool_sizing.py",
         "where SGLang is told which layers to capture, and of the drafter whose KV it makes room for",
         (
             f"{_CAPTURE}.dflash_use_aux_hidden_state",
@@ -189,7 +189,7 @@ USES = (
         ),
     ),
     Use(
-        "memory.py",
+        "integration/pool_sizing.py",
         "what SGLang leaves beside its pools, from which the cycles' memory is apart",
         (
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
@@ -197,7 +197,7 @@ USES = (
         ),
     ),
     Use(
-        "limits.py",
+        "integration/request_limits.py",
         "limits of a request that the scheduler has accepted",
         (
             f"{_PARAMS}.SamplingParams.max_new_tokens",
@@ -206,7 +206,7 @@ USES = (
     ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
     Use(
-        "graphs.py",
+        "engine/graphs.py",
         "the runner of the whole cycle's graphs is one of these: capture, replay and every buffer",
         (
             f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner",
@@ -215,26 +215,28 @@ USES = (
         ),
     ),
     Use(
-        "graphs.py", "replaced, so that SGLang captures with our runner", (f"{_RUNNER}._decode_cuda_graph_runner_cls",)
+        "engine/graphs.py",
+        "replaced, so that SGLang captures with our runner",
+        (f"{_RUNNER}._decode_cuda_graph_runner_cls",),
     ),
     Use(
-        "graphs.py",
+        "engine/graphs.py",
         "replaced, so that there is a row of it per request and not per verified token",
         (f"{_RUNNER}.max_shared_logits_buffer_rows", "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput"),
     ),
-    Use("graphs.py", "builds backends for blocks of fewer tokens", (f"{_RUNNER}._get_attention_backend",)),
+    Use("engine/graphs.py", "builds backends for blocks of fewer tokens", (f"{_RUNNER}._get_attention_backend",)),
     Use(
-        "graphs.py",
+        "engine/graphs.py",
         "exchanged while blocks of fewer tokens are verified",
         (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
     ),
     Use(
-        "graphs.py",
+        "engine/graphs.py",
         "when a replay has read what the scheduler may change",
         (f"{_ATTENTION}.base_attn_backend.SharedReadEnds", f"{_SCHEDULER}._apply_war_barrier"),
     ),
     Use(
-        "block_plan.py",
+        "attention/plan.py",
         "FA3's backend lays out blocks on the GPU alone, so that a graph can hold it",
         (
             f"{_FA3}.init_forward_metadata_out_graph",
@@ -249,12 +251,12 @@ USES = (
         ),
     ),
     Use(
-        "block_plan.py",
+        "attention/plan.py",
         "widened, so that rows of a graph's page table hold a block that reaches past the context",
         (f"{_FA3}.max_context_len", f"{_FA3}.max_num_pages", f"{_FA3}.init_cuda_graph_state"),
     ),
     Use(
-        "block_plan.py",
+        "attention/plan.py",
         "Triton's backend lays out blocks on the GPU alone, so that a graph can hold it",
         (
             f"{_TRITON}.init_forward_metadata_out_graph",
@@ -270,7 +272,7 @@ USES = (
         ),
     ),
     Use(
-        "block_plan.py",
+        "attention/plan.py",
         "replaced, so that lists of KV slots have room for chains of drafts and not for trees, one for all widths",
         (
             f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
@@ -281,7 +283,7 @@ USES = (
         ),
     ),
     Use(
-        "block_plan.py",
+        "attention/plan.py",
         "slots of a batch over a graph's buffers are translated anew by it, and kept by its plan",
         (
             f"{_TRANSLATOR}.bind_runner_slots",
@@ -292,7 +294,7 @@ USES = (
         ),
     ),
     Use(
-        "fa3_blocks.py",
+        "attention/fa3.py",
         "blocks' attention follows it: where it writes KV, what it hands to FA3, and where its output goes",
         (
             f"{_FA3}.__init__",
@@ -306,7 +308,7 @@ USES = (
         ),
     ),
     Use(
-        "fa3_blocks.py",
+        "attention/fa3.py",
         "a block's schedule is computed with it, unless it is switched off",
         (
             f"{_FA3}._get_scheduler_metadata",
@@ -315,7 +317,7 @@ USES = (
         ),
     ),
     Use(
-        "flashinfer_plan.py",
+        "attention/flashinfer_plan.py",
         "a block's plan is made in the graph, in the buffers of this backend, as it makes it on the host",
         (
             f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
@@ -332,13 +334,13 @@ USES = (
         ),
     ),
     Use(
-        "flashinfer_window.py",
+        "attention/flashinfer_window.py",
         "leaves the window out of a block's plan, and a split size",
         (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
     ),
     # --- models and layers ------------------------------------------------------------------------------------------
     Use(
-        "hidden_states.py",
+        "integration/hidden_states.py",
         "what a dense Qwen3-VL captures is set as its method sets it, and where its language model looks for it",
         (
             "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
@@ -346,7 +348,7 @@ USES = (
         ),
     ),
     Use(
-        "model.py",
+        "draft/model.py",
         "the drafter's layers are these with an attention of their own",
         (
             "sglang.srt.models.qwen3.Qwen3DecoderLayer",
@@ -354,7 +356,7 @@ USES = (
         ),
     ),
     Use(
-        "qwen3_blocks.py",
+        "attention/qwen3.py",
         "norms, RoPE and KV write of a block are computed as these do",
         (
             "sglang.srt.models.utils.apply_qk_norm",
@@ -364,7 +366,7 @@ USES = (
         ),
     ),
     Use(
-        "few_rows.py",
+        "ops/small_m_linear.py",
         "the method of unquantised layers, which is exchanged for a subclass",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
@@ -377,7 +379,7 @@ USES = (
         ),
     ),
     Use(
-        "few_rows.py",
+        "ops/small_m_linear.py",
         "MLPs that do nothing to gate_up_proj's result but activate it, which is exchanged",
         (
             "sglang.srt.models.llama.LlamaMLP",
@@ -388,21 +390,21 @@ USES = (
         ),
     ),
     Use(
-        "context.py",
+        "draft/context.py",
         "the pool's buffers, into which the drafter's keys and values are written",
         ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",),
     ),
     Use(
-        "verify_logits.py",
+        "verify/logits.py",
         "switched off while logits stay in their shards",
         (
             "sglang.srt.layers.logits_processor.LogitsProcessor.do_tensor_parallel_all_gather",
             "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
         ),
     ),
-    # --- sampling ---------------------------------------------------------------------------------------------------
+    # --- sampling -----------------------------------------------------------------------------------------------------
     Use(
-        "sampling.py",
+        "verify/sampler.py",
         "tokens of a block are chosen as SGLang chooses one: its sampler, and all that comes before it",
         (
             "sglang.srt.layers.sampler.Sampler",
@@ -414,7 +416,7 @@ USES = (
         ),
     ),
     Use(
-        "sampling.py",
+        "verify/sampler.py",
         "filled in for every token of the blocks of requests that ask for them, and read of no others",
         (
             f"{_RESULTS}._apply_decode_logprobs",
@@ -428,7 +430,7 @@ USES = (
         ),
     ),
     Use(
-        "failing_requests.py",
+        "integration/failing_requests.py",
         "a request that fails is ended as these end one",
         (
             "sglang.srt.layers.sampler.apply_custom_logit_processor",
@@ -441,7 +443,7 @@ USES = (
         ),
     ),
     Use(
-        "stop_regex.py",
+        "integration/stop_regex.py",
         "whether and where a stop_regex ends a request is decided as there",
         (
             f"{_REQ}._locate_str_stop_finished_len",
@@ -449,7 +451,7 @@ USES = (
         ),
     ),
     Use(
-        "penalties.py",
+        "verify/penalties.py",
         "set anew for a retracted request, and applied to blocks as these define them",
         (
             f"{_SAMPLING}.acc_additive_penalties",
@@ -461,7 +463,7 @@ USES = (
         ),
     ),
     Use(
-        "requests.py",
+        "integration/validate_requests.py",
         "exchanged in a refused request",
         (
             f"{_REQ}.return_routed_experts",
@@ -472,12 +474,12 @@ USES = (
         ),
     ),
     Use(
-        "requests.py",
+        "integration/validate_requests.py",
         "every field of it is known to be honoured, or refused",
         (f"{_PARAMS}.SamplingParams",),
     ),
     Use(
-        "weights.py",
+        "integration/update_weights.py",
         "set to the target where a request does not choose",
         (
             f"{_RELOADS}.BeginWeightUpdateReqInput.selector",
@@ -486,12 +488,12 @@ USES = (
         ),
     ),
     Use(
-        "admin.py",
+        "integration/admin.py",
         "handlers of requests are exchanged in its table",
         (f"{_SCHEDULER}._request_dispatcher", "sglang.utils.TypeBasedDispatcher"),
     ),
     Use(
-        "admin.py",
+        "integration/admin.py",
         "rid has the message of an answer that has no field for it; tags are told apart and completed",
         (
             f"{_RELOADS}.BaseReq.rid",
@@ -500,7 +502,7 @@ USES = (
         ),
     ),
     Use(
-        "weights.py",
+        "integration/update_weights.py",
         "copied for an update of the target, without the drafter",
         ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
     ),
@@ -554,10 +556,10 @@ def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
 
 def hooked() -> tuple[Use, ...]:
     """The targets of all hooks, also of those that this machine has no use for. It imports SGLang."""
+    from sglang_dflash.attention.fa3 import FA3_HOOKS
+    from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
     from sglang_dflash.cpu.hooks import CPU_HOOKS
-    from sglang_dflash.fa3_blocks import FA3_HOOKS
-    from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
-    from sglang_dflash.integration import HOOKS
+    from sglang_dflash.integration.manifest import HOOKS
 
     source, uses = Source.installed(), []
     for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
+from sglang_dflash.integration.validate_requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))

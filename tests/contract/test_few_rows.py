@@ -10,12 +10,12 @@ from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
 from torch import nn
 
-from sglang_dflash import few_rows
+from sglang_dflash.ops import small_m_linear
 
 
 @pytest.fixture
 def publish_server(monkeypatch):
-    monkeypatch.setattr(few_rows, "is_faster", lambda weight, num_columns: True)
+    monkeypatch.setattr(small_m_linear, "is_faster", lambda weight, num_columns: True)
     before = snapshot_context()
     yield lambda **flags: publish(asked(**flags), role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     restore_context(before)
@@ -24,7 +24,7 @@ def publish_server(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "method"),
     [
-        ({}, few_rows.FewRowsLinearMethod),
+        ({}, small_m_linear.FewRowsLinearMethod),
         ({"bf16_gemm_backend": "torch"}, UnquantizedLinearMethod),
         ({"bf16_gemm_backend": "gemv"}, UnquantizedLinearMethod),
         ({"enable_deterministic_inference": True}, UnquantizedLinearMethod),
@@ -34,7 +34,7 @@ def publish_server(monkeypatch):
 def test_flags(publish_server, flags, method):
     publish_server(**flags)
     layer = ReplicatedLinear(64, 64, bias=False)
-    few_rows.install(nn.Sequential(layer))
+    small_m_linear.install(nn.Sequential(layer))
     assert type(layer.quant_method) is method
 
 
@@ -46,11 +46,11 @@ def test_gated_mlp(publish_server, mlp_type):
     mlp = mlp_type(hidden_size=64, intermediate_size=96, hidden_act="silu")
     for parameter in mlp.parameters():
         nn.init.normal_(parameter, std=0.2)
-    batches = [torch.randn(rows, 64) for rows in (1, few_rows.MAX_ROWS, few_rows.MAX_ROWS + 1)]
+    batches = [torch.randn(rows, 64) for rows in (1, small_m_linear.MAX_ROWS, small_m_linear.MAX_ROWS + 1)]
     # One rank has nobody to reduce with.
     with get_parallel().override(tp_group=None):
         before = [mlp(batch) for batch in batches]
-        few_rows.install(mlp)
-        assert isinstance(mlp.act_fn, few_rows.PassActivated)
+        small_m_linear.install(mlp)
+        assert isinstance(mlp.act_fn, small_m_linear.PassActivated)
         for batch, want in zip(batches, before, strict=True):
             torch.testing.assert_close(mlp(batch), want, rtol=1e-4, atol=1e-5)

@@ -15,10 +15,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_flashinfer_available
 
 from sglang_dflash import hooks
+from sglang_dflash.attention.fa3 import FA3_HOOKS
+from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.cpu.hooks import CPU_HOOKS
-from sglang_dflash.fa3_blocks import FA3_HOOKS
-from sglang_dflash.flashinfer_window import FLASHINFER_HOOKS
-from sglang_dflash.integration import HOOKS
+from sglang_dflash.integration.manifest import HOOKS
 from sglang_dflash.ledger import recorded
 from sglang_dflash.plugin import CREATE_WORKER, GUARDED, RESOLVE_ARGUMENTS
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR

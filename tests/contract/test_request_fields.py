@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
+from sglang_dflash.integration.validate_requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
 
 TESTS = Path(__file__).parents[1]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.reference.decode import DFlashOutput, dflash_generate
-from sglang_dflash.reference.drafter import ReferenceDrafter
+from sglang_dflash.oracle.decode import DFlashOutput, dflash_generate
+from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 EOS = 0

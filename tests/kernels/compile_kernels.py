@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_dflash.kernels import qk_norm_rope_set_kv
+from sglang_dflash.ops.kernels import qk_norm_rope_set_kv
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 

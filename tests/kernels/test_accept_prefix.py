@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.accept_prefix import accept_prefix
-from sglang_dflash.reference.accept_prefix import accept_prefix as reference
+from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
+from sglang_dflash.ops.reference.accept_prefix import accept_prefix as reference
 
 
 @pytest.mark.parametrize("bs", [0, 1, 5, 64])

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.apply_penalties import apply_penalties
-from sglang_dflash.reference.apply_penalties import apply_penalties as reference
+from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
+from sglang_dflash.ops.reference.apply_penalties import apply_penalties as reference
 
 NUM_SLOTS = 7
 

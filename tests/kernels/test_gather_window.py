@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.gather_window import gather_window
-from sglang_dflash.reference.gather_window import gather_window as reference
+from sglang_dflash.ops.kernels.gather_window import gather_window
+from sglang_dflash.ops.reference.gather_window import gather_window as reference
 
 
 @pytest.mark.parametrize("bs", [0, 1, 5])

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.index_kv import index_kv
-from sglang_dflash.reference.index_kv import index_kv as reference
+from sglang_dflash.ops.kernels.index_kv import index_kv
+from sglang_dflash.ops.reference.index_kv import index_kv as reference
 
 
 @pytest.mark.parametrize("has_slot_map", [False, True])

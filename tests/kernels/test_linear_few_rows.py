@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.linear_few_rows import linear_few_rows
-from sglang_dflash.reference.linear_few_rows import linear_few_rows as reference
+from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
+from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows as reference
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]

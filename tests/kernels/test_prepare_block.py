@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.prepare_block import prepare_block
-from sglang_dflash.reference.prepare_block import Block
-from sglang_dflash.reference.prepare_block import prepare_block as reference
-from sglang_dflash.reference.sample_rows import DrawParameters
+from sglang_dflash.ops.kernels.prepare_block import prepare_block
+from sglang_dflash.ops.reference.prepare_block import prepare_block as reference
+from sglang_dflash.types import Block, DrawParameters
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])

@@ -2,8 +2,8 @@ import pytest
 import torch
 from test_write_context_kv import rope_cache
 
-from sglang_dflash.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
-from sglang_dflash.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv as reference
+from sglang_dflash.ops.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
+from sglang_dflash.ops.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv as reference
 
 SLOTS = 200
 

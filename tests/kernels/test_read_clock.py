@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 
-from sglang_dflash.kernels.read_clock import read_clock
-from sglang_dflash.reference.read_clock import read_clock as reference
+from sglang_dflash.ops.kernels.read_clock import read_clock
+from sglang_dflash.ops.reference.read_clock import read_clock as reference
 
 
 def test_counts_nanoseconds(device):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.row_max import row_max
-from sglang_dflash.reference.row_max import row_max as reference
+from sglang_dflash.ops.kernels.row_max import row_max
+from sglang_dflash.ops.reference.row_max import row_max as reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,10 +2,11 @@ import pytest
 import torch
 from chi_square import chi_square
 
-from sglang_dflash.kernels.sample_rows import sample_rows
-from sglang_dflash.reference.row_max import row_max
-from sglang_dflash.reference.sample_rows import DrawParameters, allowed_distribution
-from sglang_dflash.reference.sample_rows import sample_rows as reference
+from sglang_dflash.ops.kernels.sample_rows import sample_rows
+from sglang_dflash.ops.reference.row_max import row_max
+from sglang_dflash.ops.reference.sample_rows import allowed_distribution
+from sglang_dflash.ops.reference.sample_rows import sample_rows as reference
+from sglang_dflash.types import DrawParameters
 
 BOTH = pytest.mark.parametrize("implementation", [sample_rows, reference], ids=["kernel", "reference"])
 ALL = 1 << 30

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.split_kv import split_kv
-from sglang_dflash.reference.split_kv import KVSplit
-from sglang_dflash.reference.split_kv import split_kv as reference
+from sglang_dflash.ops.kernels.split_kv import split_kv
+from sglang_dflash.ops.reference.split_kv import split_kv as reference
+from sglang_dflash.types import KVSplit
 
 
 def empty(bs: int, block_size: int, num_slots: int, device: str) -> KVSplit:

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from sglang_dflash.kernels.write_context_kv import write_context_kv
-from sglang_dflash.reference.write_context_kv import KVBuffers
-from sglang_dflash.reference.write_context_kv import write_context_kv as reference
+from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
+from sglang_dflash.ops.reference.write_context_kv import write_context_kv as reference
+from sglang_dflash.types import KVBuffers
 
 SLOTS = 200
 

@@ -104,8 +104,8 @@ def register() -> None:
         keep_whole_windows()
     if DRAFTS is None:
         return
-    from sglang_dflash.cycle import DecodeCycle
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.worker import DFlashWorker
 
     drafts = Drafts(DRAFTS)
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle.draft

@@ -8,9 +8,9 @@ from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.runtime_context import get_context
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from sglang_dflash.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
-from sglang_dflash.formats import is_dflash, refuse_others, to_qwen3_config
-from sglang_dflash.tensors import draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
+from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
+from sglang_dflash.checkpoint.tensors import draft_to_target, expected_tensors, tensor_problems
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 ZLAB = json.loads((DRAFTER_DIR / "config.json").read_text())

@@ -24,10 +24,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from windowed import WINDOW, write_windowed_pair
 
-from sglang_dflash.arguments import load_drafter_config
-from sglang_dflash.config import ConfigError
-from sglang_dflash.limits import check_window_pool
-from sglang_dflash.memory import CycleMemory, KVMemory
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.integration.arguments import load_drafter_config
+from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
+from sglang_dflash.integration.request_limits import check_window_pool
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()

@@ -30,9 +30,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import ops, sampling, settings
-from sglang_dflash.sampling import BlockSampler, draw_parameters, sampler_bytes
+from sglang_dflash import ops, settings
 from sglang_dflash.tiny_pair import TARGET_DIR
+from sglang_dflash.verify import sampler
+from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes
 
 BLOCK_SIZE = 4
 NUM_CONTINUATIONS = 200_000
@@ -139,7 +140,7 @@ def test_a_bias_of_one_percent_is_seen(name):
 def flashinfer(monkeypatch):
     """As on a GPU."""
     on_gpu = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="flashinfer"))
-    monkeypatch.setattr(sampling, "get_exec", lambda: on_gpu)
+    monkeypatch.setattr(sampler, "get_exec", lambda: on_gpu)
 
 
 GREEDY = {"temperature": 0}
@@ -195,8 +196,8 @@ def test_another_sampler_draws_for_itself(flashinfer):
 
     on_policy = Sampler()
     on_policy.rl_on_policy_target = "fsdp"
-    for sampler in (Custom(), on_policy):
-        assert block_sampler(1, sampler).overruled(batch_of([request({}), request(GREEDY)])) == [0]
+    for other in (Custom(), on_policy):
+        assert block_sampler(1, other).overruled(batch_of([request({}), request(GREEDY)])) == [0]
 
 
 def test_other_backends_draw_by_other_rules():

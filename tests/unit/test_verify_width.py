@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sglang_dflash.verify_width import VerifyWidth, verify_widths
+from sglang_dflash.engine.adaptive_width import VerifyWidth, verify_widths
 
 WIDTHS = (4, 8, 12, 16)
 

@@ -123,10 +123,11 @@ def register() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-    from sglang_dflash import few_rows, graphs
-    from sglang_dflash.sampling import sampler_bytes
+    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.ops import small_m_linear
     from sglang_dflash.settings import SETTINGS
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.verify.sampler import sampler_bytes
 
     empty = torch.empty
 
@@ -156,7 +157,7 @@ def register() -> None:
     # SGLang's sampler gets two requests of the tiny target at a time.
     SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
     # Of one or two blocks, as on a GPU for larger weights.
-    few_rows.is_faster = lambda weight, num_columns: True
+    small_m_linear.is_faster = lambda weight, num_columns: True
 
     init_cuda_graphs = DFlashWorker.init_cuda_graphs
 

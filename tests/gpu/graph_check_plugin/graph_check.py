@@ -29,7 +29,7 @@ def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.engine.worker import DFlashWorker
 
     verify = DFlashWorker._verify
 

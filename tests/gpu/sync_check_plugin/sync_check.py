@@ -27,7 +27,7 @@ def is_noticed(tensor: torch.Tensor) -> bool:
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.engine.worker import DFlashWorker
 
     step = DFlashWorker.forward_batch_generation
     cycles = itertools.count()

@@ -16,14 +16,15 @@ RECORDS = os.environ.get("WIDTH_CHECK_RECORDS")
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash import few_rows, graphs
-    from sglang_dflash.verify_width import VerifyWidth
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine.adaptive_width import VerifyWidth
+    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.ops import small_m_linear
 
     # The tiny pair never keeps a GPU computing.
     graphs.BUSY = 0
     # And its weights are smaller than those for which the kernel for few rows is there.
-    few_rows.is_faster = lambda weight, num_columns: True
+    small_m_linear.is_faster = lambda weight, num_columns: True
     turns = defaultdict(itertools.count)
 
     def choose(self, bs, more=0.0):

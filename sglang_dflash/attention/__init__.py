@@ -1,0 +1,1 @@
+"""How attention backends are told of blocks."""

@@ -1,0 +1,1 @@
+"""A DFlash checkpoint's config and tensors, of every format."""

@@ -1,0 +1,195 @@
+"""Every checkpoint format in, one `config.json` out: z-lab's, with nothing left for transformers to guess.
+
+Formats:
+    z-lab (https://github.com/z-lab/dflash): a Qwen3 config with `dflash_config`. Older checkpoints keep `block_size`,
+        `mask_token_id`, `target_layer_ids` and `is_causal` at the top, newer ones inside `dflash_config`.
+    speculators (https://github.com/vllm-project/speculators): `speculators_model_type: "dflash"`, the layers' config
+        nested in `transformer_layer_config`, and layer ids that count the embedding as 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
+
+from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError
+
+# Drafters related to DFlash that it cannot stand for, and the words by which their configs tell.
+_OTHER_DRAFTERS = {
+    "DFlash2": ("dflash2", "selector_rank"),
+    "Domino": ("domino",),
+    "DSpark": ("dspark", "markov_rank"),
+    "LiLiCoRR": ("lilicorr",),
+}
+# The kinds of RoPE whose angles depend on the position alone, which is what the context's keys are rotated by.
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+def is_dflash(raw: dict[str, Any]) -> bool:
+    """Whether a `config.json` is that of a DFlash drafter, in any format, and of no other drafter."""
+    if _other_drafter(raw) is not None:
+        return False
+    if "speculators_model_type" in raw:
+        return raw["speculators_model_type"] == SPECULATORS
+    return ARCHITECTURE in _architectures(raw) and isinstance(raw.get("dflash_config"), dict)
+
+
+def refuse_others(raw: dict[str, Any], path: str) -> None:
+    """Raise :class:`ConfigError` unless :func:`is_dflash`, naming what the checkpoint is instead."""
+    other = _other_drafter(raw)
+    if other is not None:
+        raise ConfigError(
+            f"--speculative-draft-model-path {path} is a {other} checkpoint (architectures={_architectures(raw)}), "
+            "which sglang-dflash does not serve; it needs a DFlash checkpoint."
+        )
+    if is_dflash(raw):
+        return
+    if "speculators_model_type" in raw:
+        found = f"speculators_model_type={raw['speculators_model_type']!r}; expected '{SPECULATORS}'."
+    else:
+        has_dflash = isinstance(raw.get("dflash_config"), dict)
+        found = (
+            f"architectures={_architectures(raw)} and {'a' if has_dflash else 'no'} dflash_config; "
+            f"expected architectures=['{ARCHITECTURE}'] and a dflash_config."
+        )
+    raise ConfigError(f"--speculative-draft-model-path {path} is not a DFlash checkpoint: its config.json has {found}")
+
+
+def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
+    """The drafter's config as SGLang's Qwen3 layers and :meth:`DFlashConfig.from_dict` read it.
+
+    Args:
+        raw: the parsed `config.json`, for which :func:`is_dflash`.
+        path: where it came from.
+
+    Raises:
+        ConfigError: a field makes no sense.
+        StrictDataclassError: transformers says so.
+    """
+    fields = _from_speculators(raw, path) if "speculators_model_type" in raw else dict(raw)
+    _settle_windows(fields, path)
+    # Whatever the config calls itself, the layers are Qwen3's; its own class knows the defaults it leaves out.
+    model_type = fields.get("model_type") or Qwen3Config.model_type
+    if model_type not in CONFIG_MAPPING:
+        raise _error("model_type", model_type, "a type that transformers knows", path)
+    if model_type != Qwen3Config.model_type:
+        fields = CONFIG_MAPPING[model_type].from_dict(fields).to_dict()
+    config = Qwen3Config.from_dict(fields | {"model_type": Qwen3Config.model_type})
+    config._name_or_path = path
+    _settle_rope(config, path)
+    return config
+
+
+def parse_drafter(
+    original, parser, model, trust_remote_code: bool, revision: str | None = None, **kwargs
+) -> PretrainedConfig:
+    """AROUND `HfModelConfigParser.parse`, which every part of SGLang that opens a checkpoint goes through."""
+    raw, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
+    if not is_dflash(raw):
+        return original(parser, model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
+    return to_qwen3_config(raw, str(model))
+
+
+def _architectures(raw: dict[str, Any]) -> list[str]:
+    return raw.get("architectures") or []
+
+
+def _other_drafter(raw: dict[str, Any]) -> str | None:
+    dflash = raw.get("dflash_config")
+    dflash = dflash if isinstance(dflash, dict) else {}
+    words = [*_architectures(raw), raw.get("model_type"), raw.get("speculators_model_type"), *raw]
+    words += [*dflash, *dflash.values()]
+    words = [word.lower() for word in words if isinstance(word, str)]
+    for other, marks in _OTHER_DRAFTERS.items():
+        if any(mark in word for mark in marks for word in words):
+            return other
+    return None
+
+
+def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """z-lab's fields of a speculators config."""
+    layers = raw.get("transformer_layer_config")
+    if not isinstance(layers, dict):
+        raise _error("transformer_layer_config", layers, "the config of the drafter's layers", path)
+    if raw.get("sample_from_anchor"):
+        raise _error("sample_from_anchor", True, "false: DFlash's first row is the bonus token", path)
+    ids = raw.get("aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise _error("aux_hidden_state_layer_ids", ids, "layer numbers, the embedding being 0", path)
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    return layers | {
+        "architectures": [ARCHITECTURE],
+        "speculators_model_type": SPECULATORS,
+        "block_size": raw.get("block_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+        "target_hidden_size": raw.get("target_hidden_size"),
+        # Full layers are bidirectional either way.
+        "is_causal": False if raw.get("sliding_window_non_causal") else None,
+        "dflash_config": {
+            "mask_token_id": raw.get("mask_token_id"),
+            "target_layer_ids": [i - 1 for i in ids],
+        },
+        **({"dtype": dtype} if dtype else {}),
+    }
+
+
+def _settle_windows(fields: dict[str, Any], path: str) -> None:
+    """Say outright which layers slide.
+
+    transformers drops `sliding_window` unless `use_sliding_window` is true; a DFlash config may name its sliding layers
+    and nothing else, or call the switch `use_swa`.
+    """
+    dflash = fields["dflash_config"]
+    switches = {
+        f"{prefix}{name}": place[name]
+        for prefix, place in (("", fields), ("dflash_config.", dflash))
+        for name in ("use_sliding_window", "use_swa")
+        if place.get(name) is not None
+    }
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise _error(name, value, "true or false", path)
+    if len(set(switches.values())) > 1:
+        raise _error(", ".join(switches), list(switches.values()), "the same value", path)
+    for name in ("layer_types", "sliding_window", "max_window_layers"):
+        if dflash.get(name) is not None:
+            fields[name] = dflash[name]
+    # Or it would be 4096.
+    fields.setdefault("sliding_window", None)
+    if False in switches.values():
+        fields |= {"use_sliding_window": False, "layer_types": None}
+        return
+    if fields.get("layer_types") is not None:
+        fields["use_sliding_window"] = True
+        return
+    # Without layer_types, transformers lets the layers from max_window_layers on slide.
+    if True in switches.values() and "use_sliding_window" not in fields and "max_window_layers" not in fields:
+        raise _error("layer_types", None, f"the sliding layers, as {next(iter(switches))} is true", path)
+    fields["use_sliding_window"] = True in switches.values()
+
+
+def _settle_rope(config: Qwen3Config, path: str) -> None:
+    rope = config.rope_parameters
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise _error("rope_parameters", rope, "one RoPE for all layers", path)
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise _error("rope_parameters.rope_type", rope["rope_type"], f"one of {', '.join(_ROPE_TYPES)}", path)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _error("partial_rotary_factor", rope["partial_rotary_factor"], "1.0, as in Qwen3", path)
+    attention_factor = rope.get("attention_factor")
+    if rope["rope_type"] == "yarn" and attention_factor is not None:
+        # SGLang does not read it: it multiplies its own default by `attn_factor`.
+        own = _yarn_scale(rope["factor"], 1)
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            own = _yarn_scale(rope["factor"], rope["mscale"]) / _yarn_scale(rope["factor"], rope["mscale_all_dim"])
+        rope["attn_factor"] = attention_factor / own
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _error(field: str, value: object, expected: str, path: str) -> ConfigError:
+    return ConfigError(f"{field}={value!r} in config.json of drafter {path}: expected {expected}.")

@@ -1,0 +1,1 @@
+"""The drafter: its model, runner, head, window and context."""

@@ -1,0 +1,89 @@
+"""Target hidden states become drafter KV: fc, hidden_norm, every layer's k and v, k_norm, RoPE, one write.
+
+Shapes: T tokens, F captured target layers, H hidden size, L drafter layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from torch.nn import functional
+
+from sglang_dflash import ops
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft.model import DFlashDraftModel
+from sglang_dflash.settings import SETTINGS
+from sglang_dflash.types import KVBuffers
+
+
+class ContextWriter:
+    """Appends target hidden states to the drafter's context.
+
+    The slots are those of the target's own KV, so a radix hit, a retraction or an eviction of the target's tokens
+    covers the drafter's context too.
+    """
+
+    def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
+        attentions = [layer.self_attn for layer in model.layers]
+        for attention in attentions:
+            if not isinstance(attention.qkv_proj.quant_method, UnquantizedLinearMethod):
+                raise ConfigError(
+                    "the drafter's projections are quantised "
+                    f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter."
+                )
+        first = attentions[0]
+        self._model = model
+        self._attentions = attentions
+        self._rotary = first.rotary_emb
+        self._eps = first.k_norm.variance_epsilon
+        self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
+        self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs, pool.dtype)
+        # One GEMM for all layers, in memory that stays: CUDA graphs hold its address.
+        self._weight = torch.cat(self._kv_parts("weight"))
+        self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_parts("bias"))
+        self._k_norm_weight = torch.stack([attention.k_norm.weight.data for attention in attentions])
+
+    def _kv_parts(self, name: str) -> list[torch.Tensor]:
+        return [getattr(attention.qkv_proj, name).data[attention.q_size :] for attention in self._attentions]
+
+    def fuse_weights(self) -> None:
+        """Copy the layers' k and v weights again, which have changed."""
+        torch.cat(self._kv_parts("weight"), out=self._weight)
+        if self._bias is not None:
+            torch.cat(self._kv_parts("bias"), out=self._bias)
+        torch.stack([attention.k_norm.weight.data for attention in self._attentions], out=self._k_norm_weight)
+
+    @torch.no_grad()
+    def write(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        accept_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Append tokens to the drafter's context.
+
+        Args:
+            features: [T, F * H], outputs of the captured target layers.
+            positions: [T] int64, true positions.
+            cache_loc: [T] int64, the KV slots of those tokens.
+            accept_lens: [bs] for T = bs * B verified rows, of which only the first accept_lens of each block are
+                written; None writes all.
+        """
+        # Only prefill is cut: a block must not be, and verified batches are small.
+        chunk = SETTINGS.context_tokens if accept_lens is None else max(features.shape[0], 1)
+        for start in range(0, features.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            hidden = self._model.project_features(features[rows])
+            kv = functional.linear(hidden, self._weight, self._bias)
+            ops.write_context_kv(
+                kv.view(-1, *self._kv_shape),
+                self._k_norm_weight,
+                self._eps,
+                self._rotary.cos_sin_cache,
+                positions[rows],
+                cache_loc[rows],
+                accept_lens,
+                self._buffers,
+            )

@@ -1,0 +1,175 @@
+"""The drafter: SGLang's Qwen3 layers with DFlash's masks, fed by the target's embedding, read out by its lm_head.
+
+Shapes: T tokens, bs requests, B rows of a block, H hidden size, F captured target layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.layers.layer_boundary import layer_stack
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+from sglang.srt.models.qwen3 import Qwen3DecoderLayer
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint.tensors import (
+    checkpoint_name,
+    draft_to_target,
+    expected_tensors,
+    spare_tensors,
+    tensor_problems,
+)
+
+# Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
+_FUSED = (
+    ("q_proj", "qkv_proj", "q"),
+    ("k_proj", "qkv_proj", "k"),
+    ("v_proj", "qkv_proj", "v"),
+    ("gate_proj", "gate_up_proj", 0),
+    ("up_proj", "gate_up_proj", 1),
+)
+
+
+class DFlashDecoderLayer(Qwen3DecoderLayer):
+    """A Qwen3 layer whose attention has the mask that the checkpoint gives this layer."""
+
+    def __init__(self, config, layer_id: int, mask: LayerAttention, quant_config, prefix: str) -> None:
+        super().__init__(config, layer_id=layer_id, quant_config=quant_config, prefix=prefix)
+        attention = self.self_attn
+        attention.attn = RadixAttention(
+            attention.num_heads,
+            attention.head_dim,
+            attention.scaling,
+            num_kv_heads=attention.num_kv_heads,
+            layer_id=layer_id,
+            # SGLang counts the keys to the left of the query, DFlash the query too.
+            sliding_window_size=-1 if mask.window is None else mask.window - 1,
+            attn_type=AttentionType.DECODER if mask.causal else AttentionType.ENCODER_ONLY,
+            prefix=add_prefix("self_attn.attn", prefix),
+        )
+
+
+class DFlashDraftModel(nn.Module):
+    """The block path (`forward`) and the inputs of the context path (`project_features`, the layers' k/v weights)."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.dflash_config = DFlashConfig.from_dict(config.to_dict(), config._name_or_path)
+        num_features = len(self.dflash_config.target_layer_ids) * config.hidden_size
+        # Sharded by its inputs and summed over the tensor-parallel ranks: it is half as large as a whole layer of the
+        # target, and reading all of it would take each rank longer than that sum.
+        self.fc = RowParallelLinear(num_features, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix))
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        with layer_stack():
+            self.layers = nn.ModuleList(
+                DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
+                for i, mask in enumerate(self.dflash_config.layers)
+            )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        draft_vocab_size = self.dflash_config.draft_vocab_size
+        if draft_vocab_size is not None:
+            self.lm_head = ParallelLMHead(draft_vocab_size, config.hidden_size, prefix=add_prefix("lm_head", prefix))
+            self.register_buffer("target_tokens", torch.empty(draft_vocab_size, dtype=torch.int64))
+        self._target_embedding: list[nn.Module] = []
+        self._embedding_scale = 1.0
+
+    def use_target_embedding(self, embedding: nn.Module) -> None:
+        """Draft with the target's embedding; it stays the target's module, so no state dict of ours holds it."""
+        self._target_embedding = [embedding]
+        if self.dflash_config.input_embedding_scale != 1.0:
+            # The config scales the rows of the table; Gemma's module has already scaled them by its own factor.
+            applied = embedding.embed_scale if isinstance(embedding, Gemma3TextScaledWordEmbedding) else 1.0
+            self._embedding_scale = self.dflash_config.input_embedding_scale / applied
+
+    def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Block rows before the first layer, [bs * B, H]. SGLang looks for this name: a model that has it gets no
+        `input_embeds` buffer in its CUDA graphs."""
+        rows = self._target_embedding[0](input_ids)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    @property
+    def num_features(self) -> int:
+        """F * H, the width of what the drafter's context is made of."""
+        return self.fc.input_size
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """The input of every layer's k and v projections of the context: [T, F * H] in, [T, H] out."""
+        shard_size = self.fc.input_size_per_partition
+        rank, _ = get_group_rank_size(self.fc.tp_group)
+        shard = features[:, rank * shard_size :][:, :shard_size]
+        return self.hidden_norm(self.fc(shard)[0])
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """In SGLang's terms: the keys to the left of the query."""
+        window = self.dflash_config.window
+        return None if window is None else window - 1
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """The block path.
+
+        Args:
+            input_ids: [bs * B] int64, per request the bonus token and B - 1 mask tokens.
+            positions: [bs * B] int64, true positions.
+
+        Returns:
+            `hidden_states` [bs * B, H] after the final norm; row j of a block predicts its own token.
+        """
+        hidden_states = self.forward_embed(input_ids)
+        residual_batch.start(forward_batch)
+        for layer in self.layers:
+            hidden_states = layer(positions, hidden_states, forward_batch)
+        hidden_states = residual_batch.final_norm(hidden_states, forward_batch, self.norm)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a checkpoint.
+
+        Raises:
+            ConfigError: listing every missing, unexpected or wrongly shaped tensor.
+        """
+        config = self.dflash_config
+        expected, spare = expected_tensors(config), spare_tensors(config)
+        params = dict(self.named_parameters())
+        found: dict[str, tuple[int, ...]] = {}
+        vocabulary: dict[str, torch.Tensor] = {}
+        for full_name, tensor in weights:
+            found[full_name] = tuple(tensor.shape)
+            name = checkpoint_name(full_name)
+            if found[full_name] != (spare | expected).get(name):
+                continue
+            if name in ("d2t", "t2d"):
+                vocabulary[name] = tensor
+            elif name in expected:
+                _load(params, name, tensor)
+        problems = tensor_problems(config, found)
+        if problems:
+            raise ConfigError(f"drafter {config.path} does not load: " + "; ".join(problems) + ".")
+        if config.draft_vocab_size is not None:
+            self.target_tokens.copy_(draft_to_target(vocabulary["d2t"], vocabulary.get("t2d"), config))
+
+
+def _load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:
+    for separate, fused, shard in _FUSED:
+        if f".{separate}." in name:
+            param = params[name.replace(separate, fused)]
+            param.weight_loader(param, tensor, shard)
+            return
+    param = params[name]
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    loader(param, tensor)

@@ -1,0 +1,1 @@
+"""The decode cycle: worker, CUDA graphs, and what travels between two cycles."""

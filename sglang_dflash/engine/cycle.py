@@ -1,0 +1,243 @@
+"""The decode cycle on the GPU, written once: recorded in a CUDA graph, or run as it is.
+
+Shapes: bs requests, W tokens of each block: B, or fewer with `--speculative-adaptive`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.spec_utils import GrammarTree
+from torch import nn
+
+from sglang_dflash import ops
+from sglang_dflash.draft.context import ContextWriter
+from sglang_dflash.draft.head import DraftHead
+from sglang_dflash.draft.window import DraftWindow
+from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
+from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.types import Block
+from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.verify.logits import VerifyLogits
+
+
+class Forwards(Protocol):
+    """How the two forwards of a cycle are run, and where its drafts go.
+
+    Attributes:
+        draft_backend: the drafter's attention, for blocks of W tokens.
+    """
+
+    draft_backend: AttentionBackend
+
+    def lay_out_draft(self, batch: ForwardBatch) -> None:
+        """Prepare `draft_backend` for the drafter's batch."""
+
+    def send_drafts(self, block_tokens: torch.Tensor) -> GrammarTree | None:
+        """Have the drafted blocks, [bs, W] int64, brought to the CPU while the target verifies them, if grammars look
+        at them there."""
+
+    def verify(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run the target."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one cycle has done.
+
+    Attributes:
+        batch: of the target. Its `input_ids` are the blocks.
+        output: of the target: logits, [bs * W, V] or a shard of V, and captured hidden states, [bs * W, ...].
+        accepted: the decision; the drafter's context has these tokens.
+        drafts: the blocks on their way to the CPU, where the batch has grammars.
+        is_replay: whether it was the replay of a CUDA graph.
+    """
+
+    batch: ForwardBatch
+    output: LogitsProcessorOutput
+    accepted: Acceptance
+    drafts: GrammarTree | None
+    is_replay: bool = False
+
+    @property
+    def block_tokens(self) -> torch.Tensor:
+        """[bs, W] int64, the bonus token and the draft tokens of each request."""
+        return self.batch.input_ids.view(-1, self.batch.spec_info.draft_token_num)
+
+
+class DecodeCycle:
+    """Draft a block, verify it, accept a prefix, append its hidden states to the drafter's context.
+
+    A TARGET_VERIFY batch travels through it, whose `spec_info` knows W as `draft_token_num`.
+    """
+
+    def __init__(
+        self,
+        draft_runner: ModelRunner,
+        target_model: nn.Module,
+        block_size: int,
+        window: DraftWindow | None,
+        clock: CycleClock,
+    ) -> None:
+        """
+        Args:
+            block_size: B.
+            window: of the drafter's context; None: it sees all.
+            clock: marked at every point of a cycle.
+        """
+        self.block_size = block_size
+        self.clock = clock
+        self.draft_runner = draft_runner
+        self._model = draft_runner.model
+        self._window = window
+        self._head = DraftHead.of(self._model, target_model.lm_head, get_parallel().tp_group)
+        self.logits = VerifyLogits(target_model, get_parallel().tp_group)
+        self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
+        self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
+
+    def reload_weights(self) -> None:
+        """The drafter's weights have changed."""
+        self._context.fuse_weights()
+
+    def begin(self) -> None:
+        """On the host, before every cycle."""
+        if self._simulated is not None:
+            self._simulated.draw(self.block_size)
+
+    def run(self, batch: ForwardBatch, block: Block, in_shards: bool, forwards: Forwards) -> Step:
+        """One cycle, in which every request is accepted by the plain rule (`accept_plain`).
+
+        Args:
+            batch: its `input_ids` are `[bonus, mask x (W - 1)]` of every request; the drafts are written there.
+            block: of the same requests, in whose memory `batch` is.
+            in_shards: whether the target's logits stay in their shards; then all requests are greedy.
+        """
+        self.clock.mark(BEGUN)
+        block_tokens = self._draft(batch, forwards)
+        drafts = forwards.send_drafts(block_tokens)
+        self.clock.mark(DRAFTED)
+        with self.logits.in_shards(in_shards):
+            output = forwards.verify(batch)
+        accepted = self.accept_plain(batch, output, block, in_shards)
+        self.clock.mark(VERIFIED)
+        features, _ = self.split_hidden_states(output)
+        # Rejected tokens never enter the drafter's context.
+        self._context.write(features, batch.positions, self._slots(batch), accepted.accept_lens)
+        self.clock.mark(APPENDED)
+        return Step(batch, output, accepted, drafts)
+
+    def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """The drafter's batch of the target's blocks; its `seq_lens` are still the target's.
+
+        Args:
+            batch: with `seq_lens_cpu` for planning: lengths with the block, or upper bounds of them.
+        """
+        kv_lens = batch.seq_lens_cpu
+        if self._window is not None:
+            kv_lens = self._window.host_kv_lens(kv_lens)
+        return replace(
+            batch,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            seq_lens_cpu=kv_lens,
+            seq_lens_sum=int(kv_lens.sum()),
+        )
+
+    def _draft(self, batch: ForwardBatch, forwards: Forwards) -> torch.Tensor:
+        """Draft every token of the blocks: one drafter forward, one argmax per token.
+
+        Returns:
+            [bs, W] int64, the bonus token and the draft tokens, in the memory of `batch.input_ids`.
+        """
+        draft_batch = self.draft_batch(batch)
+        plan, translator = batch.kv_loc_plan, self.draft_runner.kv_index_translator
+        if self._window is not None:
+            draft_batch.seq_lens = self._window.fill(batch.req_pool_indices, batch.seq_lens)
+            plan = plan.reads_from(
+                translator,
+                seq_lens=draft_batch.seq_lens,
+                seq_lens_cpu=draft_batch.seq_lens_cpu,
+                read_extent=batch.spec_info.draft_token_num,
+            )
+        plan.bind(draft_batch, translator)
+        forwards.lay_out_draft(draft_batch)
+        with forward_context(ForwardContext(attn_backend=forwards.draft_backend), forward_batch=draft_batch):
+            output = self._model.forward(batch.input_ids, batch.positions, draft_batch)
+        block_tokens = batch.input_ids.view(-1, batch.spec_info.draft_token_num)
+        return block_tokens.copy_(self._head(block_tokens, output.hidden_states))
+
+    def accept_plain(
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
+    ) -> Acceptance:
+        """Accept what the target's tokens agree with: the argmax of its untouched logits, and of sampled requests a
+        draw from their distribution.
+
+        Args:
+            block: of the same requests; its `parameters` and `seed` are read.
+            in_shards: whether the logits are this rank's own; then all requests are greedy.
+        """
+        if in_shards:
+            tokens = self.logits.argmax(output.next_token_logits)
+        else:
+            maxima, tokens = ops.row_max(output.next_token_logits)
+            ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
+        return self._accept(batch.input_ids.view(-1, batch.spec_info.draft_token_num), tokens, batch.seq_lens)
+
+    def _accept(self, block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
+        """Accept a prefix of each block.
+
+        Args:
+            block_tokens: [bs, W] int64.
+            target_tokens: int64, of as many numbers: the target's choice after every token.
+            seq_lens: [bs] int64.
+        """
+        accepted = ops.accept_prefix(block_tokens, target_tokens.view_as(block_tokens), seq_lens)
+        if self._simulated is not None:
+            accepted = self._simulated(accepted, block_tokens, seq_lens)
+        return accepted
+
+    def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> None:
+        """Accept other tokens in some blocks of a step. Their context is appended by `append_again`.
+
+        Args:
+            index: [n] int64, places in the batch.
+            target_tokens: [n, W] int64, the target's choice after every token of their blocks.
+        """
+        step.accepted.put(index, self._accept(step.block_tokens[index], target_tokens, step.batch.seq_lens[index]))
+
+    def append_again(self, step: Step, index: torch.Tensor) -> None:
+        """Append the tokens to the drafter's context that some requests were found to accept after the others.
+
+        What the step has appended of a block is right where both accept it. Where it was more, the rest lies behind the
+        committed tokens, in slots that the request holds for its next blocks, and each block is written before it is
+        read: as with all that the drafter leaves there of its own forward.
+        """
+
+        def take(values: torch.Tensor) -> torch.Tensor:
+            return values.unflatten(0, step.block_tokens.shape)[index].flatten(0, 1)
+
+        features, _ = self.split_hidden_states(step.output)
+        positions, slots = step.batch.positions, self._slots(step.batch)
+        self._context.write(take(features), take(positions), take(slots), step.accepted.accept_lens[index])
+
+    def _slots(self, batch: ForwardBatch) -> torch.Tensor:
+        """[bs * W] int64, of the blocks in the drafter's KV pool."""
+        return batch.kv_loc_plan.write_ids(self.draft_runner.kv_index_translator)
+
+    def append_prompt(self, output: LogitsProcessorOutput, positions: torch.Tensor, plan: KVLocPlan) -> None:
+        """Append prompt tokens to the drafter's context: positions [T], in the slots that `plan` gives them."""
+        features, _ = self.split_hidden_states(output)
+        self._context.write(features, positions, plan.write_ids(self.draft_runner.kv_index_translator))
+
+    def split_hidden_states(self, output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
+        num_features = self._model.num_features
+        return output.hidden_states[:, :num_features], output.hidden_states[:, num_features:]

@@ -1,0 +1,77 @@
+"""What travels with a batch: the draft side between two cycles, and the block that the target verifies.
+
+SGLang reads these objects in its scheduler, its overlap relay (`FutureMap`) and its attention backends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.speculative import dflash_info
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dflash.engine.kv_reservation import reserve_slots
+
+
+class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
+    """One block per request, verified by the target as a causal chain.
+
+    SGLang's graph capture builds its own base class for its dummy batches, and FlashInfer and the CPU backend dispatch
+    on its type, so this one must be that class.
+    """
+
+
+@dataclass
+class DFlashDraftInput(SpecInput):
+    """What a request needs to be drafted for again: the token that its last cycle ended with.
+
+    Attributes:
+        bonus_tokens: [bs] int64, committed, without KV.
+        new_seq_lens: [bs] int64, committed tokens that have KV.
+        future_indices: [bs], set by the scheduler while overlap scheduling relays the two tensors above.
+        reserved_seq_lens_cpu: [bs] int32 on the CPU: no sequence of the next cycle is longer than this.
+    """
+
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    reserved_seq_lens_cpu: torch.Tensor | None = None
+
+    # EAGLE's relay payload (`RelayPayload.from_draft_input`), which DFlash does not use.
+    topk_p = None
+    topk_index = None
+    hidden_states = None
+
+    def __post_init__(self) -> None:
+        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+        self.num_tokens_per_req = 1
+        self.num_tokens_for_logprob_per_req = 1
+
+    @classmethod
+    def idle(cls, device: torch.device) -> DFlashDraftInput:
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(bonus_tokens=empty, new_seq_lens=empty)
+
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
+        """The scheduler is about to launch a cycle of the batch."""
+        self.reserved_seq_lens_cpu = reserve_slots(batch)
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep the requests at `new_indices`; the reservation is made anew before the next cycle."""
+        self.reserved_seq_lens_cpu = None
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+            return
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, other: DFlashDraftInput) -> None:
+        """Append the requests of `other`."""
+        self.reserved_seq_lens_cpu = None
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+            return
+        self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+        self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])

@@ -1,0 +1,62 @@
+"""`SGLANG_SIMULATE_ACC_LEN`: acceptance forced to a length, for benchmarks of dummy weights."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.speculative.spec_utils import (
+    SIMULATE_ACC_LEN,
+    SIMULATE_ACC_METHOD,
+    SIMULATE_ACC_TOKEN_MODE,
+    sample_simulated_acc_len,
+)
+
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.verify.acceptance import Acceptance
+
+# The token that stands for every output in the mode "fixed", as in SGLang's other speculative workers.
+_FIXED_TOKEN = 100
+
+
+class SimulatedAcceptance:
+    """Replaces what a cycle accepted. Its length is in the GPU's memory, so that a CUDA graph can hold this."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._length = torch.ones(1, dtype=torch.int64, device=device)
+
+    @classmethod
+    def from_environment(cls, device: torch.device) -> SimulatedAcceptance | None:
+        """None where nothing is simulated.
+
+        Raises:
+            ConfigError: `SGLANG_SIMULATE_ACC_TOKEN_MODE` has an unknown value.
+        """
+        if SIMULATE_ACC_LEN <= 0:
+            return None
+        if SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):
+            raise ConfigError(
+                f"SGLANG_SIMULATE_ACC_TOKEN_MODE={SIMULATE_ACC_TOKEN_MODE!r}: expected 'fixed' or 'real-draft-token'."
+            )
+        return cls(device)
+
+    def draw(self, block_size: int) -> None:
+        """Choose the length of the next cycle."""
+        self._length.fill_(sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))
+
+    def __call__(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
+        """What the cycle would have returned, had the target accepted the simulated length in every request.
+
+        Args:
+            accepted: the real decision, for its shape.
+            block_tokens: [bs, W], the verified tokens.
+            seq_lens: [bs].
+        """
+        bs, width = accepted.out_tokens.shape
+        length = self._length.clamp(max=width)
+        simulated = Acceptance.empty(bs, width, seq_lens.device)
+        simulated.packed.fill_(_FIXED_TOKEN)
+        if SIMULATE_ACC_TOKEN_MODE == "real-draft-token":
+            simulated.out_tokens[:, :-1] = block_tokens[:, 1:]
+            simulated.bonus_tokens.copy_(simulated.out_tokens.index_select(1, length - 1)[:, 0])
+        simulated.accept_lens.copy_(length.expand(bs))
+        torch.add(seq_lens, length, out=simulated.new_seq_lens)
+        return simulated

@@ -1,0 +1,386 @@
+"""SGLang's speculative worker for DFlash: each step of the scheduler is a prefill or a decode cycle.
+
+Method: DFlash, block-diffusion drafting conditioned on target hidden states (https://github.com/z-lab/dflash).
+Shapes: bs requests, B tokens of a block, T tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from operator import mul
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    compute_position,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang.srt.utils.common import async_h2d
+
+from sglang_dflash import ops
+from sglang_dflash.attention.plan import is_planned_from_bounds
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft.runner import DraftModelWorker
+from sglang_dflash.draft.window import DraftWindow
+from sglang_dflash.engine.adaptive_width import VerifyWidth, verify_widths
+from sglang_dflash.engine.cycle import DecodeCycle, Step
+from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
+from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
+from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.integration.hidden_states import capture_last_hidden_states
+from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
+from sglang_dflash.integration.request_limits import check_window_pool
+from sglang_dflash.ops import small_m_linear
+from sglang_dflash.types import Block
+from sglang_dflash.verify.sampler import BlockSampler, Part
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Eager:
+    """The :class:`sglang_dflash.engine.cycle.Forwards` of a cycle that is run as it is."""
+
+    draft_backend: AttentionBackend
+    has_grammar: bool
+    verify: Callable[[ForwardBatch], LogitsProcessorOutput]
+
+    def lay_out_draft(self, batch: ForwardBatch) -> None:
+        self.draft_backend.init_forward_metadata(batch)
+
+    def send_drafts(self, block_tokens: torch.Tensor) -> GrammarTree | None:
+        return GrammarTree.from_linear_chain(block_tokens) if self.has_grammar else None
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Serves `--speculative-algorithm DFLASH`, with overlap scheduling and without."""
+
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = DraftModelWorker(
+            server_args, gpu_id, nccl_port, target_worker.model_runner, target_worker.random_seed
+        )
+        self.device = target_worker.device
+        self.block_size = get_spec().speculative_num_draft_tokens
+        self._metrics = CycleMetrics(self.block_size, self.device)
+
+        target_model = target_worker.model_runner.model
+        draft_model = self.draft_model_runner.model
+        draft_model.use_target_embedding(target_model.get_input_embeddings())
+        for model in (target_model, draft_model):
+            small_m_linear.install(model)
+        if get_exec().features.enable_return_hidden_states:
+            capture_last_hidden_states(target_model)
+        # Before SGLang sizes its pools by the memory that is left. Request slots are no more than running requests, and
+        # one for padding.
+        num_slots = get_schedule().max_running_requests + 1
+        self._sampler = BlockSampler(target_worker.model_runner, num_slots, get_parallel().tp_group)
+        # Equal on all tensor-parallel ranks, which run the same cycles.
+        self._seeds = random.Random(target_worker.random_seed)
+        self._mask_token_id = draft_model.dflash_config.mask_token_id
+
+    # --- one step of the scheduler ------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable | None = None,
+        pp_proxy_tensors: None = None,
+    ) -> GenerationBatchResult:
+        """One scheduler step.
+
+        Args:
+            batch: prefill (chunk) or one decode cycle of every running request.
+            on_publish: overlap scheduling; takes the new sequence lengths, [bs], as soon as they are known.
+            grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
+            pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
+        """
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(on_publish)
+        overruled = self._sampler.overruled(batch)
+        step = self._run_cycle(batch, is_plain=not overruled)
+        parts = self._overrule(batch, step, overruled, grammar_barrier)
+        if on_publish is not None:
+            # The scheduler prepares the next cycle.
+            on_publish(step.accepted.new_seq_lens)
+        return self._end_cycle(batch, step, parts)
+
+    def _run_cycle(self, batch: ScheduleBatch, is_plain: bool) -> Step:
+        """One cycle, by the plain rule; `is_plain`: which is that of every request."""
+        cycle, bs = self._cycle, batch.batch_size()
+        cycle.begin()
+        seconds = 0.0
+        if self._seconds_per_kv_token:
+            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self.block_size).sum())
+        width = self._width.choose(bs, seconds)
+        graphs = None if self._graphs is None else self._graphs[width]
+        # Of greedy requests no rank needs the logits of the others.
+        in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
+        block, forward_batch, can_replay = self._block_batch(batch, width, graphs)
+        if can_replay:
+            with graphs.serving(in_shards):
+                output = self._verify(forward_batch, can_run_cuda_graph=True)
+            return graphs.step(forward_batch, output, batch.has_grammar)
+        # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
+        assert graphs is None or width == self.block_size
+        backend = self.draft_model_runner.attn_backend
+        return cycle.run(forward_batch, block, in_shards, _Eager(backend, batch.has_grammar, self._verify))
+
+    def _overrule(
+        self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
+    ) -> list[Part]:
+        """Choose again for the requests that the plain rule is not for; in parts, whose context is appended later."""
+        output = step.output
+        if batch.return_logprob:
+            output.next_token_logprobs = torch.zeros(step.block_tokens.shape, device=self.device)
+        if not overruled:
+            return []
+        parts = self._sampler.parts(batch, overruled, step.block_tokens.shape[1])
+        for part in parts:
+            tokens = self._sampler(
+                batch=batch,
+                part=part,
+                output=output,
+                block_tokens=step.block_tokens,
+                positions=step.batch.positions,
+                grammar_tree=step.drafts,
+                grammar_barrier=grammar_barrier,
+            )
+            # The first part has waited for it.
+            grammar_barrier = None
+            self._cycle.overrule(step, part.index, tokens)
+        return parts
+
+    def _end_cycle(self, batch: ScheduleBatch, step: Step, parts: list[Part]) -> GenerationBatchResult:
+        if parts:
+            self._metrics.clock.mark(VERIFIED)
+            for part in parts:
+                self._cycle.append_again(step, part.index)
+            self._metrics.clock.mark(APPENDED)
+        accepted, output = step.accepted, step.output
+        failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
+        self._sampler.end_cycle(batch, accepted)
+        self._metrics.end_cycle()
+        # The next replay overwrites them before the scheduler has read them.
+        _, hidden_states = self._cycle.split_hidden_states(output)
+        output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=accepted.out_tokens.reshape(-1),
+            accept_lens=accepted.accept_lens,
+            new_seq_lens=accepted.new_seq_lens,
+            next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
+            speculative_num_draft_tokens=accepted.out_tokens.shape[1],
+            can_run_cuda_graph=step.is_replay,
+            extra_keep_alive_refs=failures,
+        )
+
+    def _block_batch(
+        self, batch: ScheduleBatch, width: int, graphs: CycleGraphRunner | None
+    ) -> tuple[Block, ForwardBatch, bool]:
+        """Blocks of `[bonus, mask x (width - 1)]`, in the buffers of a graph of their size where there is one; the
+        TARGET_VERIFY batch of them; and whether a graph can be replayed for it."""
+        draft_input: DFlashDraftInput = batch.spec_info
+        bs = batch.batch_size()
+        static = None if graphs is None else graphs.blocks(bs)
+        block = Block.empty(bs, width, self.device) if static is None else static.block
+        ops.prepare_block(
+            bonus_tokens=draft_input.bonus_tokens,
+            seq_lens=batch.seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            mask_token_id=self._mask_token_id,
+            parameters=self._sampler.draw_parameters(batch.sampling_info),
+            seed=self._seeds.getrandbits(63),
+            block=block if static is None else static.padded,
+        )
+        # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
+        batch.input_ids = block.input_ids
+        batch.out_cache_loc = block.out_cache_loc
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens_cpu = self._host_kv_lens(batch, width)
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        batch.spec_info = DFlashVerifyInput(
+            draft_token=block.input_ids,
+            positions=block.positions,
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+        )
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.target_worker.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_hidden_states_before_norm=False,
+        )
+        return block, forward_batch, static is not None and graphs.can_run_graph(forward_batch)
+
+    def _verify(self, forward_batch: ForwardBatch, can_run_cuda_graph: bool = False) -> LogitsProcessorOutput:
+        result = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        assert result.can_run_cuda_graph == can_run_cuda_graph
+        return result.logits_output
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
+        """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
+        self._sampler.begin_prefill(batch)
+        result = self.target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
+        self._sampler.end_prefill(batch, result.next_token_ids)
+        result.extra_keep_alive_refs = self._sampler.failures(batch)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        prefix_lens, extend_lens = (
+            async_h2d(lens, dtype=torch.int32, device=self.device) for lens in (batch.prefix_lens, batch.extend_lens)
+        )
+        backend = self.target_worker.model_runner.prefill_attention_backend_str
+        positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
+        plan, result.kv_loc_plan = result.kv_loc_plan, None
+        self._cycle.append_prompt(result.logits_output, positions, plan)
+        _, hidden_states = self._cycle.split_hidden_states(result.logits_output)
+        result.logits_output.hidden_states = hidden_states if batch.return_hidden_states else None
+        result.next_draft_input = DFlashDraftInput(
+            bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
+        )
+        return result
+
+    def _idle(self, on_publish: Callable | None) -> GenerationBatchResult:
+        """A rank without requests."""
+        draft_input = DFlashDraftInput.idle(self.device)
+        if on_publish is not None:
+            on_publish(draft_input.new_seq_lens)
+        return GenerationBatchResult(
+            logits_output=None,
+            next_token_ids=draft_input.bonus_tokens,
+            accept_lens=draft_input.new_seq_lens,
+            new_seq_lens=draft_input.new_seq_lens,
+            next_draft_input=draft_input,
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=False,
+        )
+
+    def _host_kv_lens(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
+        """[bs] on the CPU, KV lengths for planning, with so many tokens of a block: exact where a backend asked the
+        scheduler for sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
+        if batch.seq_lens_cpu is not None:
+            return batch.seq_lens_cpu + width
+        return batch.spec_info.reserved_seq_lens_cpu
+
+    # --- set-up, in the order in which the scheduler calls it ---------------------------------------------------------
+
+    @property
+    def draft_model_runner(self) -> ModelRunner:
+        return self._draft_worker.model_runner
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The drafter's, which `/save_remote_model` looks for here."""
+        return self.draft_model_runner
+
+    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        return [("draft", self.draft_model_runner)]
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
+        backends = (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
+
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        """Give the drafter its own KV pool under the target's slots, and hook our work into the graphs to come."""
+        target_runner = self.target_worker.model_runner
+        window_size = get_spec().speculative_draft_window_size
+        window = None
+        if window_size is not None:
+            window = DraftWindow(window_size, target_runner.page_size, self.block_size, req_to_token_pool)
+        draft_pool = req_to_token_pool if window is None else window.pool
+        super().alloc_memory_pool(memory_pool_config, draft_pool, token_to_kv_pool_allocator)
+        self.req_to_token_pool = req_to_token_pool
+        assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
+        check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
+        self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
+        logger.info("%s", self._kv_memory)
+        self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        self._cycle = DecodeCycle(
+            self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
+        )
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle)
+
+    def init_cuda_graphs(self) -> None:
+        """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
+        runner = self.target_worker.model_runner.decode_cuda_graph_runner
+        whole = runner if isinstance(runner, CycleGraphRunner) else None
+        if whole is None and isinstance(runner, DecodeCudaGraphRunner):
+            raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
+        is_adaptive = get_spec().speculative_adaptive
+        if is_adaptive and whole is None and self.device != "cpu":
+            # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
+            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
+        widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
+        self._seconds_per_kv_token = 0.0
+        if whole is None:
+            # A CPU computes all the time, so a cycle takes as long as it has tokens.
+            self._graphs, self._width = None, VerifyWidth(widths, mul)
+            return
+        self._graphs = CycleGraphs(whole, widths[:-1])
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
+        if len(self._graphs.widths) > 1:
+            # Cycles were timed without contexts, whose keys and values are read as fast as weights.
+            runners = (self.target_worker.model_runner, self.draft_model_runner)
+            weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
+            kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
+            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
+            # Ranks have parts of different sizes, and all of them choose the same width.
+            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
+
+    def describe(self) -> dict:
+        """What `/server_info` shows."""
+        return {
+            "version": __version__,
+            "worker": type(self).__name__,
+            "block_size": self.block_size,
+            "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
+            "draft_window_size": get_spec().speculative_draft_window_size,
+            # Of now: SGLang may shrink the pools once CUDA graphs have taken their memory.
+            "kv_capacity_tokens": self.draft_model_runner.token_to_kv_pool.size,
+            "kv_bytes_per_token": {
+                "target": self._kv_memory.target_bytes_per_token,
+                "drafter": self._kv_memory.drafter_bytes_per_token,
+            },
+            "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
+            **self._metrics.snapshot(),
+        }
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """The scheduler has read the result of the oldest decode cycle that it had not."""
+        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
+
+    def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
+        """Take the drafter's weights from another checkpoint of the same shape."""
+        success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
+        if success:
+            self._cycle.reload_weights()
+        return success, message

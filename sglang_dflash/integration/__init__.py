@@ -1,0 +1,1 @@
+"""Where the package plugs into SGLang: hooks, arguments, requests, pools and weights."""

@@ -1,0 +1,366 @@
+"""DFLASH's command line: what is refused, what is defaulted, and what SGLang's other parts are told.
+
+`ServerArgs` keeps what the user said. What becomes of it is declared beside it while SGLang resolves its arguments
+(`declare_resolution`), and read through a view (`resolving_view`). Takes the place of SGLang's
+`speculative_hook._handle_dflash`, which runs in that resolution.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import msgspec
+from huggingface_hub.errors import StrictDataclassError
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
+from transformers import PretrainedConfig
+
+from sglang_dflash import hooks
+from sglang_dflash.checkpoint import formats
+from sglang_dflash.checkpoint.config import (
+    ConfigError,
+    DFlashConfig,
+    TargetFacts,
+    check_checkpoint_path,
+    resolve_block_size,
+)
+
+logger = logging.getLogger(__name__)
+
+DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
+
+KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+# Server features that DFLASH does not support: `ServerArgs` fields that must keep their defaults, whether the user sets
+# them or SGLang does for the model. SGLang derives the flag from the field, with dashes.
+UNSUPPORTED = (
+    # How the work is spread: DFLASH knows tensor parallelism and independent replicas.
+    "pp_size",
+    "dcp_size",
+    "attn_cp_size",
+    "enable_prefill_cp",
+    "enable_cp_tp_group_sharing",
+    "enable_dp_attention",
+    "attn_dp_size",
+    "enable_attn_tp_input_scattered",
+    "enable_layernorm_sp",
+    "enable_two_batch_overlap",
+    "enable_pdmux",
+    "elastic_ep_backend",
+    # KV that moves between servers or tiers, or is laid out differently: the drafter's context would not follow.
+    "disaggregation_mode",
+    "enable_pd_role_switch",
+    "enable_hierarchical_cache",
+    "enable_unified_cache_external_linker",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_hisparse",
+    "enable_unified_memory",
+    "enable_page_major_kv_layout",
+    # Weights that arrive when graphs have been captured, or on demand, and forwards that leave out what the cycle hooks
+    # into.
+    "startup_weight_load_mode",
+    "weight_cache_mode",
+    "enable_paged_experts",
+    "enable_amd_monokernel",
+    "enable_nvidia_megakernel",
+    # What is served, and what is returned with it.
+    "is_embedding",
+    "encoder_only",
+    "dllm_algorithm",
+    "enable_lora",
+    "lora_paths",
+    "enable_strict_thinking",
+    "enable_watermark",
+    "enable_return_routed_experts",
+    "enable_return_indexer_topk",
+)
+# Options of other algorithms and of other drafters, which would be ignored: fields that the user must leave alone.
+IGNORED = (
+    "speculative_adaptive_config",
+    "speculative_token_map",
+    "speculative_use_rejection_sampling",
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+    "speculative_draft_sink_size",
+    "speculative_domino_candidate_pool_size",
+    "speculative_dsa_topk_backend",
+    "speculative_moe_runner_backend",
+    "speculative_moe_a2a_backend",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "enable_multi_layer_eagle",
+    "decrypted_draft_config_file",
+    "spec_trace_dir",
+    "uno_lora_path",
+)
+IGNORED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_spec_")
+
+_SOURCE = "sglang_dflash"
+
+
+def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
+    """AROUND `speculative_hook.handle_speculative_decoding`, which completes some arguments and opens the drafter."""
+    if not is_dflash(server_args):
+        original(server_args)
+        return
+    hooks.verify()
+    refuse_unsupported(server_args)
+    load_drafter_config(server_args)
+    check_draft_window(server_args)
+    check_adaptive(server_args)
+    cfg = resolving_view(server_args)
+    if cfg.speculative_use_block_verification:
+        declare_resolution(server_args, _SOURCE, speculative_use_block_verification=False)
+        logger.info(
+            "--speculative-use-block-verification changes nothing: DFLASH's drafts are greedy, and of those a block is "
+            "accepted as often token by token."
+        )
+    # SGLang would switch it off with a warning: its own is for EAGLE.
+    is_adaptive = cfg.speculative_adaptive
+    declare_resolution(server_args, _SOURCE, speculative_adaptive=False)
+    original(server_args)
+    declare_resolution(server_args, _SOURCE, speculative_adaptive=is_adaptive)
+    check_deterministic(server_args)
+    # What `overrides.max_speculative_num_draft_tokens` would compute from EAGLE's steps, and keeps here.
+    server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
+
+
+def is_dflash(server_args: ServerArgs) -> bool:
+    # Not what the user said: beside --enable-return-aux-hidden-states SGLang speculates nothing.
+    algorithm = resolving_view(server_args).speculative_algorithm
+    return algorithm is not None and algorithm.upper() == "DFLASH"
+
+
+def serves_dflash() -> bool:
+    """Of the server that this process is a part of, once it is configured."""
+    return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_dflash()
+
+
+def handle_dflash(server_args: ServerArgs) -> None:
+    """Check and complete the arguments of a server that was asked for DFLASH.
+
+    Raises:
+        ConfigError: naming the flag or checkpoint field, and its value.
+    """
+    # Also here, in case the hook around `handle_speculative_decoding` is the one that did not take.
+    hooks.verify()
+    cfg = resolving_view(server_args)
+    hf_config = read_drafter(server_args)
+    drafter = DFlashConfig.from_dict(hf_config.to_dict(), cfg.speculative_draft_model_path)
+    drafter.check_target(target_facts(server_args))
+    drafter.check_tensor_parallel(cfg.tp_size)
+    check_context_length(server_args, hf_config)
+    check_dtypes(server_args)
+    block_size = resolve_block_size(
+        drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens
+    )
+    if block_size < drafter.block_size:
+        logger.info("DFLASH serves blocks of %d; the drafter was trained with %d.", block_size, drafter.block_size)
+    check_eagle_shape(server_args)
+    choices = draft_attention_backends(server_args)
+    backend = draft_attention_backend(server_args, choices)
+    drafter.check_attention_backend(backend, block_size, choices)
+    declare_resolution(
+        server_args,
+        _SOURCE,
+        speculative_num_draft_tokens=block_size,
+        # EAGLE's shape; SGLang's KV accounting reads it for every algorithm.
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_draft_attention_backend=backend,
+        speculative_draft_model_quantization=None,
+    )
+    if cfg.enable_memory_saver and not (cfg.enable_weights_cpu_backup or cfg.enable_draft_weights_cpu_backup):
+        declare_resolution(server_args, _SOURCE, enable_draft_weights_cpu_backup=True)
+        logger.info(
+            "The drafter's weights are kept in host memory while their GPU memory is released: whoever brings the "
+            "target's new weights has none for the drafter."
+        )
+    if cfg.max_running_requests is None:
+        declare_resolution(server_args, _SOURCE, max_running_requests=48)
+        logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")
+
+
+def refuse_unsupported(server_args: ServerArgs) -> None:
+    """Raise :class:`ConfigError` for the first field that DFLASH cannot honour: of those that the user has set, or that
+    SGLang has for them."""
+    cfg = resolving_view(server_args)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(server_args)}
+    refused = [name for name in defaults if name in UNSUPPORTED + IGNORED or name.startswith(IGNORED_PREFIXES)]
+    values = [(name, getattr(server_args, name)) for name in refused]
+    values += [(name, getattr(cfg, name)) for name in UNSUPPORTED]
+    for name, value in values:
+        # A switch may be None, False, "none" or an empty list where it is off; 0 is a value.
+        if value == defaults[name] or value is None or value is False or value in ("none", []):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
+        )
+    if envs.SGLANG_USE_HND_KVCACHE.get():
+        raise ConfigError(
+            "SGLANG_USE_HND_KVCACHE=1 is not supported with --speculative-algorithm DFLASH: the drafter's context is "
+            "written token by token, with all heads of one beside each other."
+        )
+
+
+def check_eagle_shape(server_args: ServerArgs) -> None:
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        value = getattr(server_args, name)
+        if value not in (None, 1):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: DFLASH drafts one block in one step; leave it out, and set "
+                "--speculative-dflash-block-size instead."
+            )
+
+
+def check_draft_window(server_args: ServerArgs) -> None:
+    window = server_args.speculative_draft_window_size
+    if window is not None and window < 1:
+        raise ConfigError(
+            f"--speculative-draft-window-size must be at least 1, got {window}: the context tokens that the drafter "
+            "sees; leave it out to let it see all."
+        )
+
+
+def check_adaptive(server_args: ServerArgs) -> None:
+    """Attention backends verify as many rows as they were built for, so each number of rows has graphs of its own."""
+    cfg = resolving_view(server_args)
+    has_graphs = cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    if cfg.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
+        raise ConfigError(
+            "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
+            "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
+        )
+
+
+def check_deterministic(server_args: ServerArgs) -> None:
+    """FlashInfer's tiles have as many keys as suits the rows of a block, and with them a row's sums round."""
+    cfg = resolving_view(server_args)
+    is_adaptive = cfg.enable_deterministic_inference and cfg.speculative_adaptive
+    if is_adaptive and "flashinfer" in attention_backends_of(cfg):
+        raise ConfigError(
+            "--speculative-adaptive with --enable-deterministic-inference needs --attention-backend fa3 or triton: "
+            "flashinfer's results depend on how many rows of a block are verified."
+        )
+
+
+def check_dtypes(server_args: ServerArgs) -> None:
+    """The drafter computes in the model's dtype; the KV of target and drafter may be in fp8."""
+    cfg = resolving_view(server_args)
+    asked = server_args.speculative_draft_model_quantization
+    if asked not in (None, "unquant"):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {asked}: DFLASH needs an unquantised drafter; leave it out."
+        )
+    if cfg.quantization is not None:
+        logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", cfg.quantization)
+    for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
+        dtype = getattr(cfg, name)
+        if dtype is not None and dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: DFLASH keeps the KV of target and drafter in one of "
+                f"{', '.join(KV_DTYPES)}."
+            )
+        if dtype in ("fp8_e4m3", "fp8_e5m2") and device_type(server_args) == "cpu":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: SGLang's CPU engine has fp8 KV in its intel_amx attention alone, "
+                "and DFLASH drafts in another."
+            )
+
+
+def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> None:
+    """SGLang refuses a drafter with a shorter context than the target's, without saying whose context it is."""
+    served = model_config_of(server_args).context_len
+    trained = get_context_length(drafter)
+    if served > trained and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        raise ConfigError(
+            f"max_position_embeddings={trained} of drafter {drafter._name_or_path} does not reach "
+            f"the target's context of {served} tokens; set --context-length {trained}."
+        )
+
+
+def device_type(server_args: ServerArgs) -> str:
+    return resolving_view(server_args).device.split(":")[0]
+
+
+def draft_attention_backends(server_args: ServerArgs) -> tuple[str, ...]:
+    """The attention backends that the device has for a drafter."""
+    device = device_type(server_args)
+    if device not in DRAFT_BACKENDS:
+        raise ConfigError(f"--device {device}: DFLASH runs on {' and '.join(DRAFT_BACKENDS)}.")
+    return DRAFT_BACKENDS[device]
+
+
+def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -> str:
+    """The drafter's attention backend: its own flag, else the target's decode backend."""
+    cfg = resolving_view(server_args)
+    asked = cfg.speculative_draft_attention_backend
+    _, target_backend = attention_backends_of(cfg)
+    backend = asked or target_backend
+    if backend not in choices:
+        flag = "--speculative-draft-attention-backend" if asked else "--attention-backend"
+        raise ConfigError(
+            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {device_type(server_args)}; "
+            "choose one with --speculative-draft-attention-backend."
+        )
+    own_dtype = cfg.speculative_draft_kv_cache_dtype
+    if backend == "fa3" and (own_dtype or cfg.kv_cache_dtype) == "fp8_e5m2":
+        # SGLang moves a target to another backend, and leaves the drafter's where the flag puts it.
+        able = " or ".join(choice for choice in choices if choice != "fa3")
+        flag = "--speculative-draft-kv-cache-dtype" if own_dtype else "--kv-cache-dtype"
+        raise ConfigError(
+            f"{flag} fp8_e5m2: FA3 reads no fp8 KV but fp8_e4m3, and the drafter's KV would be in it; set "
+            f"--speculative-draft-attention-backend {able}, or another --speculative-draft-kv-cache-dtype."
+        )
+    return backend
+
+
+def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
+    """The drafter's `config.json`, with `--json-model-override-args` applied as SGLang does."""
+    cfg = resolving_view(server_args)
+    path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
+    check_checkpoint_path(path)
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        formats.refuse_others(raw, path)
+        return get_config(
+            path,
+            trust_remote_code=cfg.trust_remote_code,
+            revision=revision,
+            model_override_args=json.loads(cfg.json_model_override_args),
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, StrictDataclassError) as error:
+        # transformers names neither the flag nor, for a repository, the path.
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--speculative-draft-model-path {path} cannot be read: {reason}") from error
+
+
+def load_drafter_config(server_args: ServerArgs) -> DFlashConfig:
+    path = resolving_view(server_args).speculative_draft_model_path
+    return DFlashConfig.from_dict(read_drafter(server_args).to_dict(), path)
+
+
+def target_facts(server_args: ServerArgs) -> TargetFacts:
+    model_config = model_config_of(server_args)
+    text_config = model_config.hf_text_config
+    return TargetFacts(
+        path=resolving_view(server_args).model_path,
+        architecture=model_config.hf_config.architectures[0],
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        num_layers=text_config.num_hidden_layers,
+        is_recurrent=mambaish_config(model_config) is not None,
+    )

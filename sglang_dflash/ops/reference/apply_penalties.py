@@ -1,0 +1,37 @@
+"""Frequency, presence and repetition penalties in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash.ops.token_penalties import penalties_of
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    block_tokens: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """Penalise, in place, the logits after each token of a block by the tokens so far, those of the block included.
+
+    Args:
+        logits: [bs * B, V] float32, the target's.
+        block_tokens: [bs, B] int64; `counts` has column 0 already.
+        counts: [slots, V] int32, how often each token was generated, by request slot.
+        slots: [bs] int64, the requests' rows of `counts`.
+        frequency, presence, repetition: [bs] float32; 0, 0 and 1 leave a request's logits alone.
+    """
+    bs, block_size = block_tokens.shape
+    blocks = logits.view(bs, block_size, logits.shape[1])
+    generated = counts[slots]
+    one = torch.ones((bs, 1), dtype=counts.dtype, device=counts.device)
+    for j in range(block_size):
+        if j > 0:
+            generated.scatter_add_(1, block_tokens[:, j : j + 1], one)
+        addends, factors = penalties_of(generated, frequency, presence, repetition)
+        adjusted = blocks[:, j] + addends
+        blocks[:, j] = torch.where(adjusted < 0, adjusted * factors, adjusted / factors)

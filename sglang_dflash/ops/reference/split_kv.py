@@ -1,0 +1,67 @@
+"""FlashInfer's split of the KV among thread blocks, in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash.types import KVSplit
+
+# FlashInfer splits no finer.
+MIN_CHUNK = 128
+
+
+def split_kv(
+    seq_lens: torch.Tensor,
+    window: int | None,
+    block_size: int,
+    rows_per_token: int,
+    rows_per_tile: int,
+    max_entries: int,
+    split: KVSplit,
+) -> None:
+    """Split the KV of blocks into the smallest chunks, all of one size, that make no more entries than allowed.
+
+    Source: `PrefillSplitQOKVIndptr` in flashinfer/attention/scheduler.cuh, for blocks of one length and pages of one
+    token.
+
+    Args:
+        seq_lens: [bs] int64, the context before each block.
+        window: keys to the left of a row that it sees; None: all.
+        block_size: B.
+        rows_per_token: query heads for each KV head.
+        rows_per_tile: of query rows, which a thread block takes together.
+        max_entries: unless there are more with a single chunk per request.
+        split: written.
+    """
+    kv_lens = seq_lens.cpu() if window is None else seq_lens.cpu().clamp(max=window)
+    kv_lens = kv_lens + block_size
+    if window is not None:
+        kv_lens = kv_lens.clamp(max=window + rows_per_tile)
+    num_tiles = -(-block_size * rows_per_token // rows_per_tile)
+    low, high = MIN_CHUNK, int(kv_lens.max())
+    while low < high:
+        middle = (low + high) // 2
+        if num_tiles * int((-(-kv_lens // middle)).sum()) > max_entries:
+            low = middle + 1
+        else:
+            high = middle
+    num_chunks = -(-kv_lens // low)
+
+    entries = torch.tensor(
+        [
+            (request, qo_tile, kv_tile)
+            for request, n in enumerate(num_chunks.tolist())
+            for qo_tile in range(num_tiles)
+            for kv_tile in range(n)
+        ],
+        dtype=torch.int32,
+        device=seq_lens.device,
+    )
+    split.request_indices[: len(entries)] = entries[:, 0]
+    split.qo_tile_indices[: len(entries)] = entries[:, 1]
+    split.kv_tile_indices[: len(entries)] = entries[:, 2]
+    split.block_valid_mask[: len(entries)], split.block_valid_mask[len(entries) :] = True, False
+    split.o_indptr[0] = split.merge_indptr[0] = 0
+    split.o_indptr[1:] = (block_size * num_chunks).cumsum(0)
+    split.merge_indptr[1:] = num_chunks.repeat_interleave(block_size).cumsum(0)
+    split.kv_chunk_size.fill_(low)

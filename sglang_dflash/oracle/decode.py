@@ -1,0 +1,188 @@
+"""Batch-1 greedy DFlash decoding over an HF target, in plain torch: the oracle of the tests.
+
+Legend of shapes: n prompt tokens, B block size, F = len(target_layer_ids) * hidden_size.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from sglang_dflash.oracle.drafter import LayerKV, ReferenceDrafter
+
+
+@dataclass(frozen=True)
+class DFlashOutput:
+    """What one request produced.
+
+    Attributes:
+        tokens: the generated tokens, cut at `max_new_tokens` and after the first stop token (which is kept).
+        accept_lengths: per verify cycle, the committed tokens with the bonus, 1..B; not cut. The first token
+            comes from the prefill and belongs to no cycle.
+    """
+
+    tokens: list[int]
+    accept_lengths: list[int]
+
+
+@torch.inference_mode()
+def dflash_generate(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    block_size: int | None = None,
+    draft_window: int | None = None,
+    page_size: int = 1,
+    stop_token_ids: Collection[int] = (),
+) -> DFlashOutput:
+    """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
+
+    Args:
+        target: a causal LM with full attention; its cache must support `crop`.
+        input_ids: [n] or [1, n] int64, n >= 1.
+        block_size: B, the drafter's own when None.
+        draft_window: context tokens that the drafter sees, the last ones; all when None.
+        page_size: the first of them is rounded down to a multiple of this.
+        stop_token_ids: tokens that end the request.
+    """
+    block_size = block_size or drafter.config.block_size
+    input_ids = torch.as_tensor(input_ids, device=target.device).flatten()
+    target_cache = DynamicCache()
+
+    # Prefill: the target reads the prompt and gives the first bonus token.
+    target_tokens, features = target_forward(target, drafter, input_ids, target_cache)
+    context_kv = append_context(drafter, [], features)
+    tokens = [int(target_tokens[-1])]
+    accept_lengths = []
+
+    while not is_finished(tokens, max_new_tokens, stop_token_ids):
+        # Draft. The bonus token is the last committed one; neither model has its KV yet.
+        seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
+        draft_tokens = draft_block(
+            target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
+        )
+
+        # Verify: the target runs [bonus, d_1 .. d_{B-1}] as a causal chain.
+        seq_len = target_cache.get_seq_length()
+        block = torch.cat([draft_tokens.new_tensor(tokens[-1:]), draft_tokens])
+        target_tokens, features = target_forward(target, drafter, block, target_cache)
+
+        # Accept the longest prefix the target agrees with, then the bonus: the target's token after the last
+        # match. The accepted drafts equal the target's tokens, so both are read from the target's rows.
+        accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
+        tokens += target_tokens[:accept_length].tolist()
+        accept_lengths.append(accept_length)
+
+        # Append context. The block's committed rows are the old bonus and the accepted drafts; neither model
+        # may ever see the others again.
+        target_cache.crop(seq_len + accept_length)
+        context_kv = append_context(drafter, context_kv, features[:, :accept_length])
+
+    return DFlashOutput(cut(tokens, max_new_tokens, stop_token_ids), accept_lengths)
+
+
+@torch.inference_mode()
+def greedy_generate(
+    target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int, *, stop_token_ids: Collection[int] = ()
+) -> list[int]:
+    """Plain greedy decoding, one target forward per token: what `dflash_generate` must reproduce."""
+    cache = DynamicCache()
+    step_ids = torch.as_tensor(input_ids, device=target.device).flatten()
+    tokens: list[int] = []
+    while not is_finished(tokens, max_new_tokens, stop_token_ids):
+        logits = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True).logits
+        step_ids = logits[0, -1:].argmax(-1)
+        tokens.append(int(step_ids))
+    return tokens
+
+
+def target_forward(
+    target: PreTrainedModel, drafter: ReferenceDrafter, step_ids: Tensor, cache: DynamicCache
+) -> tuple[Tensor, Tensor]:
+    """Run step_ids [L] after the cached tokens, which grow by L.
+
+    Returns:
+        target_tokens: [L] int64, the argmax after every row.
+        features: [1, L, F] in the drafter's dtype, the outputs of the target layers the drafter reads.
+    """
+    out = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True)
+    return out.logits[0].argmax(-1), context_features(out.hidden_states, drafter)
+
+
+def context_features(hidden_states: tuple[Tensor, ...], drafter: ReferenceDrafter) -> Tensor:
+    """HF hidden states, (layers + 1) x [N, L, hidden] -> features [N, L, F] in the drafter's dtype.
+
+    `hidden_states[0]` is the embedding, so the output of layer i is `hidden_states[i + 1]`. HF applies the
+    final norm to the last entry: the last layer cannot be read this way.
+    """
+    layer_ids = drafter.config.target_layer_ids
+    if max(layer_ids) + 1 >= len(hidden_states) - 1:
+        raise ValueError(f"target_layer_ids {layer_ids} must leave out the last of {len(hidden_states) - 1} layers")
+    return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1).to(drafter.fc.weight.dtype)
+
+
+def append_context(drafter: ReferenceDrafter, context_kv: list[LayerKV], features: Tensor) -> list[LayerKV]:
+    """Extend every layer's context KV by features [1, L, F]; an empty list is an empty context."""
+    start = context_length(context_kv)
+    positions = torch.arange(start, start + features.shape[1], device=features.device)[None]
+    new_kv = drafter.project_context(features, positions)
+    if not context_kv:
+        return new_kv
+    return [
+        (torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2))
+        for (keys, values), (new_keys, new_values) in zip(context_kv, new_kv, strict=True)
+    ]
+
+
+def context_length(context_kv: list[LayerKV]) -> int:
+    """Number of tokens whose features the context holds."""
+    return context_kv[0][0].shape[2] if context_kv else 0
+
+
+def window_start(seq_len: int, draft_window: int, page_size: int) -> int:
+    """The first of the last `draft.window` of `seq_len` context tokens, rounded down to a page."""
+    return max(0, seq_len - draft_window) // page_size * page_size
+
+
+def draft_block(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    context_kv: list[LayerKV],
+    *,
+    bonus: int,
+    block_size: int,
+    seen_from: int = 0,
+) -> Tensor:
+    """One drafter forward over `[bonus, mask x (B - 1)]`, right after the context.
+
+    Args:
+        seen_from: the first position of the context that the drafter sees.
+
+    Returns:
+        [B - 1] int64, the greedy draft tokens: row i predicts its own position, there is no shift.
+    """
+    seq_len = context_length(context_kv)
+    block = torch.full((block_size,), drafter.config.mask_token_id, device=target.device)
+    block[0] = bonus
+    block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
+    block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
+    context_positions = torch.arange(seen_from, seq_len, device=target.device)
+    seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
+    hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
+    return drafter.draft_tokens(hidden[0, 0, 1:], target.get_output_embeddings())
+
+
+def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:
+    """Whether the request has all its tokens, or holds a stop token."""
+    return len(tokens) >= max_new_tokens or not set(tokens).isdisjoint(stop_token_ids)
+
+
+def cut(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> list[int]:
+    """At most `max_new_tokens`, and nothing after the first stop token."""
+    tokens = tokens[:max_new_tokens]
+    stop_at = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
+    return tokens[: stop_at + 1]

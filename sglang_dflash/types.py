@@ -1,0 +1,115 @@
+"""What the cycle's operations are called with: Triton kernels, their torch twins, and what calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DrawParameters:
+    """How the tokens of P requests are drawn: the tensors of SGLang's `SamplingBatchInfo`, or copies of them.
+
+    Attributes:
+        temperatures: [P] float32, positive.
+        top_ks: [P] int32; with 1 or less a request is greedy, and the others do not matter.
+        top_ps: [P] float32 in (0, 1].
+        min_ps: [P] float32 in [0, 1].
+    """
+
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+
+    @classmethod
+    def greedy(cls, bs: int, device: torch.device) -> DrawParameters:
+        temperatures, top_ps = torch.ones((2, bs), device=device).unbind()
+        top_ks = torch.ones(bs, dtype=torch.int32, device=device)
+        return cls(temperatures, top_ks, top_ps, torch.zeros(bs, device=device))
+
+    def take(self, bs: int) -> DrawParameters:
+        """Views of the first `bs` requests."""
+        return DrawParameters(self.temperatures[:bs], self.top_ks[:bs], self.top_ps[:bs], self.min_ps[:bs])
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a decode cycle of P requests reads, in memory that a CUDA graph may own; int64 but for the parameters.
+
+    Attributes:
+        input_ids: [P * B], the bonus token and B - 1 mask tokens of each request.
+        positions: [P * B], true positions.
+        out_cache_loc: [P * B], the KV slots of those positions.
+        req_pool_indices: [P], rows of `req_to_token`.
+        seq_lens: [P], committed tokens that have KV; the bonus token's position.
+        parameters: how the target's tokens are drawn.
+        seed: [1], of those draws.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    parameters: DrawParameters
+    seed: torch.Tensor
+
+    @classmethod
+    def empty(cls, bs: int, block_size: int, device: torch.device) -> Block:
+        rows = torch.empty((3, bs * block_size), dtype=torch.int64, device=device)
+        requests = torch.empty((2, bs), dtype=torch.int64, device=device)
+        seed = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), seed)
+
+    def take(self, bs: int, block_size: int) -> Block:
+        """Views of the first `bs` requests."""
+        rows = slice(bs * block_size)
+        return Block(
+            self.input_ids[rows],
+            self.positions[rows],
+            self.out_cache_loc[rows],
+            self.req_pool_indices[:bs],
+            self.seq_lens[:bs],
+            self.parameters.take(bs),
+            self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class KVBuffers:
+    """The drafter's KV pool, layer by layer.
+
+    Attributes:
+        k, v: L tensors [slots, H, D] of `dtype`, or of uint8, as which SGLang stores fp8.
+        k_ptrs, v_ptrs: [L] uint64, where those tensors begin.
+        dtype: of the keys and values.
+    """
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    k_ptrs: torch.Tensor
+    v_ptrs: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class KVSplit:
+    """Which thread block does what; int32 but for the mask. One entry per (request, query tile, KV chunk).
+
+    Attributes:
+        request_indices, qo_tile_indices, kv_tile_indices: [P], of each entry.
+        block_valid_mask: [P] bool, which of the P entries there are.
+        o_indptr: [bs + 1], where the partial outputs of each request begin.
+        merge_indptr: [bs * B + 1], where those of each row do.
+        kv_chunk_size: [1].
+    """
+
+    request_indices: torch.Tensor
+    qo_tile_indices: torch.Tensor
+    kv_tile_indices: torch.Tensor
+    block_valid_mask: torch.Tensor
+    o_indptr: torch.Tensor
+    merge_indptr: torch.Tensor
+    kv_chunk_size: torch.Tensor

@@ -1,0 +1,1 @@
+"""The target's decision: logits, sampling, penalties, acceptance."""
