@@ -25,7 +25,8 @@ run_one() {
     local log="$out/$(tr -c 'A-Za-z0-9_\n-' _ <<<"${test#tests/gpu/}").log"
     timeout "$seconds" "$@" "$test" >"$log" 2>&1 || status=$?
     printf '%s %4d s  %s\n' "$([ $status = 0 ] && echo passed || echo "FAILED $status")" $((SECONDS - started)) "$test"
-    grep -E "identical|per cycle|alike|part" "$log" | grep -v "^E \|^FAILED\|assert" | sort -u | head -12 | sed 's/^/    /'
+    grep -aE "^[^E>].*(identical|tokens per cycle|alone and beside|differs at|p = 0)" "$log" | sort -u | head -12 |
+        sed 's/^/    /'
 }
 export -f run_one
 printf '%s\n' "${tests[@]}" | xargs -d '\n' -P "$processes" -I TEST bash -c 'run_one "$@"' _ "$out" "$seconds" TEST "${pytest[@]}" |
