@@ -344,7 +344,9 @@ USES = (
         "what a dense Qwen3-VL captures is set as its method sets it, and where its language model looks for it",
         (
             "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
+            "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.capture_aux_hidden_states",
             "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
+            "sglang.srt.models.qwen2.Qwen2Model.layers_to_capture",
         ),
     ),
     Use(
