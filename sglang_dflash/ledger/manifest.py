@@ -450,6 +450,8 @@ USES = (
         (
             f"{_REQ}._locate_str_stop_finished_len",
             f"{_REQ}._stop_match_tail_len",
+            f"{_REQ}.finished_reason",
+            f"{_REQ}.finished_len",
         ),
     ),
     Use(

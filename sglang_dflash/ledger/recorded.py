@@ -198,6 +198,8 @@ FINGERPRINTS = {
     'sglang.srt.managers.schedule_batch.Req.custom_logit_processor': '84fe26bf9c016309',
     'sglang.srt.managers.schedule_batch.Req.decode_batch_idx': '57790b5d35febbba',
     'sglang.srt.managers.schedule_batch.Req.discard_output_reason': 'e83cf34d0bfd48a8',
+    'sglang.srt.managers.schedule_batch.Req.finished_len': 'e71b8ebd9898a53d',
+    'sglang.srt.managers.schedule_batch.Req.finished_reason': 'b4c900ddde5c1175',
     'sglang.srt.managers.schedule_batch.Req.return_indexer_topk': '46cbb2fcb1c1e5aa',
     'sglang.srt.managers.schedule_batch.Req.return_routed_experts': '6246706cd55b3e70',
     'sglang.srt.managers.schedule_batch.Req.return_sampling_mask': '2f6e37781717461c',
