@@ -278,11 +278,12 @@ def test_differences_are_named_with_who_uses_them_and_why(capsys, changed_tree):
     for path in (str(changed_tree), wheel(changed_tree, changed_tree.parent / "next.whl")):
         code, out, _ = run(capsys, path)
         assert code == 1
+        relayed = "who restores the batch that a cycle overwrites, and when a cycle's results are relayed"
         assert out.splitlines()[:-1] == [
             f"changed {CHANGED}",
-            "        worker.py: who restores the batch that a cycle overwrites, and when a cycle's results are relayed",
+            f"        engine/worker.py: {relayed}",
             f"missing {MOVED}",
-            "        info.py: KV slots of a block are reserved as SGLang counts them",
+            "        engine/kv_reservation.py: KV slots of a block are reserved as SGLang counts them",
             "        its last name is defined in sglang/srt/mem_cache/allocation_blocks.py",
         ]
         assert out.splitlines()[-1].endswith(f"{len(recorded.FINGERPRINTS) - 2} same, 1 changed, 1 missing.")
