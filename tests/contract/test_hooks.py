@@ -129,13 +129,13 @@ def test_hook_that_is_not_bound_is_found(monkeypatch):
 
 LOSE_EACH_IN_TURN = f"""
 # Imported here, as it takes seconds.
-from sglang_dflash import integration
+from sglang_dflash.integration import manifest
 
 if {ON_CPU}:
     sys.path.insert(0, {str(TESTS)!r})
     import fa3_stand_in
     fa3_stand_in.provide()
-    integration.is_cuda = lambda: True
+    manifest.is_cuda = lambda: True
 
 def start(target):
     lose(target)
@@ -217,7 +217,7 @@ print(json.dumps(resolve(dflash=True).speculative_algorithm))
 
 # As if the package did not fit the SGLang it finds: the plugin raises, and SGLang goes on without it.
 BROKEN_PLUGIN = """
-sys.modules["sglang_dflash.integration"] = None
+sys.modules["sglang_dflash.integration.manifest"] = None
 load_plugins()
 """
 
@@ -234,7 +234,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 TARGETS = {(CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED)!r}
 
 def start(target):
-    sys.modules["sglang_dflash.integration"] = None
+    sys.modules["sglang_dflash.integration.manifest"] = None
     lose(*(each for each in TARGETS if each != target))
     load_plugins()
     resolve(dflash=False)
