@@ -297,7 +297,7 @@ def test_differences_as_json(capsys, changed_tree):
     assert report["compared"] == {"path": str(changed_tree), "version": "0.9.9"}
     assert set(report["symbols"]) == set(recorded.FINGERPRINTS)
     assert report["symbols"][CHANGED]["state"] == "changed"
-    assert "worker.py" in report["symbols"][CHANGED]["used_by"]
+    assert "engine/worker.py" in report["symbols"][CHANGED]["used_by"]
     assert report["symbols"][MOVED]["state"] == "missing"
     assert report["symbols"][MOVED]["same_name_in"] == ["sglang/srt/mem_cache/allocation_blocks.py"]
     assert {entry["state"] for entry in report["symbols"].values()} == {"same", "changed", "missing"}
