@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct and a DFlash drafter for it."""
