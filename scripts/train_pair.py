@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=["all", *pair.STAGES], default="all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=REPO / "sglang_dflash" / f"{known.pair}_pair", help="the pair")
-    parser.add_argument("--work", type=Path, default=Path(f"/tmp/{known.pair}_pair_work"), help="what is made on the way")
+    parser.add_argument("--work", type=Path, default=Path(f"/tmp/{known.pair}_pair_work"), help="what is on the way")
     parser.add_argument("--report", type=Path, help="summary, losses, picture (default: WORK/report)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to walk through every stage")

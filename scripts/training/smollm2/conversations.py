@@ -28,7 +28,8 @@ def run(settings: Settings) -> None:
     """Conversations of every process: `work/generated_<rank>.pt`.
 
     Holds `tokens` [rows, length] int32, `is_answer` [rows, length] bool (what the target wrote as the assistant, the
-    ends of turns included), `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained on.
+    ends of turns included), `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained
+    on.
     """
     llama = Llama(settings.target_dir, settings.device)
     conversations = Conversations(llama, load_tokenizer(settings), settings)
@@ -69,7 +70,11 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
         opening: up to the first user's words.
         between: what follows the end of a user's turn, and that of an answer.
     """
-    messages = [{"role": "user", "content": "X"}, {"role": "assistant", "content": "Y"}, {"role": "user", "content": "Z"}]
+    messages = [
+        {"role": "user", "content": "X"},
+        {"role": "assistant", "content": "Y"},
+        {"role": "user", "content": "Z"},
+    ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     opening, rest = text.split("X<|im_end|>")
     to_answer, rest = rest.split("Y<|im_end|>")

@@ -25,9 +25,9 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Te
     if queries.is_cuda:
         return _triton_decode_attention(queries, keys, values, position)
     visible = torch.arange(keys.shape[2], device=keys.device) <= position
-    return F.scaled_dot_product_attention(
-        queries[:, :, None], keys, values, attn_mask=visible[None], enable_gqa=True
-    )[:, :, 0]
+    return F.scaled_dot_product_attention(queries[:, :, None], keys, values, attn_mask=visible[None], enable_gqa=True)[
+        :, :, 0
+    ]
 
 
 def _triton_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:

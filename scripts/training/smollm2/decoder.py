@@ -46,7 +46,7 @@ class Rows:
         self.tokens.index_copy_(1, self.position, torch.where(is_given, there, chosen))
 
     def record(self, choose: Choose) -> Callable[[], None]:
-        """:meth:`step` as a CUDA graph, to be called again and again; on a CPU, as it is. Leaves the rows in disorder."""
+        """:meth:`step` as a CUDA graph, to be called again and again; on a CPU, as it is. Leaves disorder."""
         if self.llama.device.type == "cpu":
             return lambda: self.step(choose)
         side = torch.cuda.Stream()

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training import processes
-from training.blocks import accept_lengths, after_anchors, autocast, block_loss, draft_blocks, initialize, random_anchors
+from training.blocks import (
+    accept_lengths,
+    after_anchors,
+    autocast,
+    block_loss,
+    draft_blocks,
+    initialize,
+    random_anchors,
+)
 from training.files import save_checkpoint
 from training.loop import step_generator, train
 from training.smollm2.llama import Llama
@@ -31,11 +39,15 @@ def run(settings: Settings) -> None:
     """Train the drafter in float32 with bf16 autocast and write it, rounded to bf16, to `out/drafter`."""
     torch.manual_seed(settings.seed)
     llama = Llama(settings.target_dir, settings.device)
-    drafter = new_drafter(settings).to(settings.device)
-    block_size = drafter.config.block_size
     generated = torch.load(settings.work / f"generated_{processes.rank()}.pt", weights_only=True)
     rows = Batch(**{name: tensor.to(settings.device) for name, tensor in generated.items()})
     num_train = num_train_rows(len(rows.tokens), settings)
+    layer_ids = DRAFTER_CONFIG["dflash_config"]["target_layer_ids"]
+    # Some features are a hundred times as large as others. The optimizer, whose steps are equally long in all weights,
+    # gets them normalised; what is saved reads them as they are.
+    feature_scale = feature_sizes(llama.features(rows.tokens[: settings.drafter_batch].long(), layer_ids))
+    drafter = new_drafter(feature_scale, settings)
+    block_size = drafter.config.block_size
 
     def take(indices: Tensor) -> Batch:
         return Batch(rows.tokens[indices].long(), rows.is_answer[indices], rows.temperatures[indices])
@@ -43,7 +55,7 @@ def run(settings: Settings) -> None:
     def draft(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [N, count, B - 1, vocab], labels, and which of these there are, at random anchors."""
         anchors = random_anchors(batch.is_answer, count, block_size, generator)
-        features = llama.features(batch.tokens, drafter.config.target_layer_ids)
+        features = llama.features(batch.tokens, layer_ids) / feature_scale
         hidden = draft_blocks(drafter, llama.embedding, features, batch.tokens, anchors)
         with autocast(hidden.device):
             logits = F.linear(hidden, llama.embedding)
@@ -84,18 +96,33 @@ def run(settings: Settings) -> None:
         return metrics
 
     def save() -> None:
-        save_checkpoint(settings.drafter_dir, DRAFTER_CONFIG, drafter.state_dict())
+        weights = drafter.state_dict()
+        weights["fc.weight"] = weights["fc.weight"] / feature_scale
+        save_checkpoint(settings.drafter_dir, DRAFTER_CONFIG, weights)
 
     train("drafter", drafter, loss_at, evaluate, save, settings.drafter, settings.work)
 
 
-def new_drafter(settings: Settings) -> ReferenceDrafter:
-    """The one that is gone on from, or one of random weights; float32."""
+def feature_sizes(features: Tensor) -> Tensor:
+    """The root mean square of each feature, the same for all processes: [N, T, F] -> [F], in their dtype."""
+    # The first token's are of another order than all others'.
+    squares = processes.average(features[:, 1:].float().square().mean((0, 1)))
+    return squares.sqrt().to(features.dtype)
+
+
+def new_drafter(feature_scale: Tensor, settings: Settings) -> ReferenceDrafter:
+    """The one that is gone on from, or one of random weights; float32.
+
+    Args:
+        feature_scale: [F], what features are divided by before `fc` reads them.
+    """
     if settings.init is not None:
-        return ReferenceDrafter.from_pretrained(settings.init).train()
+        drafter = ReferenceDrafter.from_pretrained(settings.init).train().to(settings.device)
+        drafter.fc.weight.data *= feature_scale
+        return drafter
     drafter = ReferenceDrafter(DRAFTER_CONFIG)
     initialize(drafter, DRAFTER_CONFIG["initializer_range"])
-    return drafter
+    return drafter.to(settings.device)
 
 
 def num_train_rows(num_rows: int, settings: Settings) -> int:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training import processes
-from training.blocks import after_anchors, autocast, draft_blocks
+from training.blocks import after_anchors, draft_blocks
 from training.files import read_json, write_json
 from training.smollm2.conversations import load_tokenizer
 from training.smollm2.decoder import Rows, run_steps, sample
-from training.smollm2.llama import Llama
+from training.smollm2.llama import Llama, head_logits
 from training.smollm2.prompts import make_prompts
 from training.smollm2.settings import TURN_END_ID, Settings
 
@@ -96,7 +96,9 @@ def measure(
     block_size = drafter.config.block_size
     found = {}
     for i, sampling in enumerate(SAMPLINGS):
-        found[sampling.name] = Measured([], [], Counter(), torch.zeros(len(TOP), block_size - 1), torch.zeros(block_size - 1))
+        found[sampling.name] = Measured(
+            [], [], Counter(), torch.zeros(len(TOP), block_size - 1), torch.zeros(block_size - 1)
+        )
         of_sampling = slice(i * len(prompts), (i + 1) * len(prompts))
         for tokens, first in zip(rows[of_sampling].split(BATCH), firsts[of_sampling].split(BATCH), strict=True):
             measure_batch(llama, drafter, tokens, first, settings.eval_tokens, found[sampling.name])
@@ -145,8 +147,7 @@ def measure_batch(
     # The last blocks reach beyond the text.
     labels = after_anchors(F.pad(tokens, (0, block_size)), anchors, block_size)
     hidden = draft_blocks(drafter, llama.embedding, features, tokens, anchors.clamp(max=tokens.shape[1] - 1))
-    with autocast(hidden.device):
-        logits = F.linear(hidden, llama.embedding)
+    logits = head_logits(hidden.to(llama.embedding.dtype).flatten(0, -2), llama.embedding).view(*labels.shape, -1)
     ranks = (logits > logits.gather(-1, labels[..., None])).sum(-1)
 
     # The text ends with the turn.

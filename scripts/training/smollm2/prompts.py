@@ -80,9 +80,10 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict
         turns = [first_turn(row) for row in generated["tokens"][:, first].tolist()]
         trained.update(turns[:num_train])
         held_out += turns[num_train:]
-        notes += [row[mask] for row, mask in zip(generated["tokens"][num_train:], generated["is_answer"][num_train:])]
+        notes.append(generated["tokens"][num_train:][generated["is_answer"][num_train:]])
 
-    held_out = [turn for turn in dict.fromkeys(held_out) if turn not in trained and MIN_TOKENS <= len(turn) <= MAX_TOKENS]
+    held_out = [turn for turn in dict.fromkeys(held_out) if turn not in trained]
+    held_out = [turn for turn in held_out if MIN_TOKENS <= len(turn) <= MAX_TOKENS]
     chats = [tokenizer.decode(turn) for turn in held_out]
     chats = [chat for chat, turn in zip(chats, held_out, strict=True) if tuple(tokenizer.encode(chat)) == turn]
     return {

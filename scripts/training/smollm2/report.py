@@ -29,6 +29,8 @@ def run(settings: Settings) -> None:
     }
     write_json(settings.report / "summary.json", summary)
     write_json(settings.report / "losses.json", losses)
-    plot_losses({"drafter": losses}, {"drafter": "Position-weighted loss of rows 1..15"}, settings.report / "losses.png")
+    plot_losses(
+        {"drafter": losses}, {"drafter": "Position-weighted loss of rows 1..15"}, settings.report / "losses.png"
+    )
     if num_bytes > MAX_BYTES:
         raise ValueError(f"{settings.drafter_dir} has {num_bytes:,} bytes, more than {MAX_BYTES:,}")

@@ -6,7 +6,15 @@ from torch import Tensor
 
 from sglang_dflash.oracle.decode import context_features
 from sglang_dflash.oracle.drafter import ReferenceDrafter
-from training.blocks import accept_lengths, after_anchors, autocast, block_loss, draft_blocks, initialize, random_anchors
+from training.blocks import (
+    accept_lengths,
+    after_anchors,
+    autocast,
+    block_loss,
+    draft_blocks,
+    initialize,
+    random_anchors,
+)
 from training.files import save_checkpoint
 from training.loop import step_generator, train
 from training.tiny.settings import DRAFTER_CONFIG, DRAFTER_STAGE, Settings
@@ -35,7 +43,9 @@ def run(settings: Settings) -> None:
     is_validation[torch.linspace(0, len(tokens) - 1, num_held_aside, device=settings.device).long()] = True
     train_rows = (~is_validation).nonzero().flatten()
 
-    def logits_and_labels(batch: Tensor, first: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def logits_and_labels(
+        batch: Tensor, first: Tensor, count: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Of `count` anchors in each sequence of `batch` [N, T], from positions `first` [N] on."""
         is_anchor = torch.arange(batch.shape[1], device=settings.device) >= first[:, None]
         anchors = random_anchors(is_anchor, count, block_size, generator)
