@@ -1,1 +1,4 @@
-"""SmolLM2-135M-Instruct and a DFlash drafter for it."""
+"""A DFlash drafter for SmolLM2-135M-Instruct, trained on what that target writes.
+
+Made by `scripts/train_pair.py --pair smollm2`. The target does not come with it: `make_target.py` writes it.
+"""

@@ -134,7 +134,7 @@ class Conversations:
         is_cut = self.turn_tokens >= self.max_turn_tokens[self.role]
         is_answer = ~is_given & ~is_cut & (self.role == ANSWER)
         self.is_answer.index_copy_(1, position, is_answer[:, None])
-        chosen = torch.where(is_cut, TURN_END_ID, sampled)
+        chosen = sampled.masked_fill(is_cut, TURN_END_ID)
         ends = ~is_given & (chosen == TURN_END_ID)
 
         columns = position + self.template_columns
