@@ -9,8 +9,11 @@
 SGLANG = '0.5.23'
 
 FILES = {
+    'sglang/kernels/ops/attention/fla/fused_norm_gate.py': 'a8afd778e2499055',
+    'sglang/kernels/ops/attention/fla/layernorm_gated.py': '031b8c4fe8b710ac',
     'sglang/kernels/ops/attention/kv_indices.py': 'a5555872c01c096a',
     'sglang/kernels/ops/attention/metadata.py': '8aa5db57763f5ecf',
+    'sglang/kernels/ops/elementwise/elementwise.py': '897bc52c42e7a613',
     'sglang/kernels/ops/sampling/murmur_hash.py': 'e932e4a7c5ae39ea',
     'sglang/srt/arg_groups/choices.py': '1a92af7024c6ccc8',
     'sglang/srt/arg_groups/memory_hook.py': '0236a5e08acb9612',
@@ -91,8 +94,11 @@ FILES = {
 }
 
 FINGERPRINTS = {
+    'sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward': '4397c98720e964f7',
+    'sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward': '11a5fb5bf0ac709b',
     'sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton': 'dd069d0403b21a37',
     'sglang.kernels.ops.attention.metadata.normal_decode_set_metadata': '3cda00da6531dfaf',
+    'sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add': '2e8d51614cd1bd3e',
     'sglang.kernels.ops.sampling.murmur_hash.murmur_hash32': 'ac9b457110efafc9',
     'sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices': '3a397e1615f1b4f1',
     'sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb': '4bf92003815445aa',
@@ -100,6 +106,7 @@ FINGERPRINTS = {
     'sglang.srt.arg_groups.model_override_base.resolving_view': 'b5c7cd693aa9c90a',
     'sglang.srt.arg_groups.overrides.declare_resolution': 'baa7748478180c34',
     'sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens': '24d0cce2c880eab8',
+    'sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer': '8f49694344072764',
     'sglang.srt.arg_groups.speculative_hook._handle_dflash': 'f82e6972c14d1ab8',
     'sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding': '6ae6e188097733cc',
     'sglang.srt.configs.model_config.ModelConfig.dtype': '8103ce5a4f90e3b2',
@@ -391,4 +398,8 @@ HOOKED = (
     ('cpu/hooks.py', "hooked: it refuses CPU logits, which a single grammar's own method takes", 'sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask'),
     ('cpu/hooks.py', "hooked: sampling by a request's seed launches a Triton kernel", 'sglang.kernels.ops.sampling.murmur_hash.murmur_hash32'),
     ('cpu/hooks.py', 'hooked: --enable-deterministic-inference replaces matrix products by Triton kernels and finds no accelerator', 'sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode'),
+    ('cpu/hooks.py', "hooked: the norm of Qwen3.5's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX", 'sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward'),
+    ('cpu/hooks.py', "hooked: the norm of Qwen3-Next's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX", 'sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward'),
+    ('cpu/hooks.py', 'hooked: the gate of a shared expert launches a Triton kernel', 'sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add'),
+    ('cpu/hooks.py', 'hooked: --mamba-radix-cache-strategy auto chooses extra_buffer, where decoding pins memory and launches a Triton kernel to keep states', 'sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer'),
 )
