@@ -7,16 +7,25 @@ KV run unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xgrammar
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
+from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
+from sglang_dflash.ops.reference.verify_block import verify_block
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.mem_cache.memory_pool import MambaPool
 
 
 def _extend_forward_kwargs(
@@ -76,6 +85,82 @@ def _skip_batch_invariant_mode(original: Callable, runner: ModelRunner) -> None:
         original(runner)
 
 
+def _gated_rmsnorm(norm: RMSNorm, x: Tensor, z: Tensor) -> Tensor:
+    """RMS norm of x, [rows, N], times the activation of z."""
+    assert norm.norm_before_gate and norm.group_size is None
+    return _gated(x, norm.weight, norm.eps, z, norm.activation)
+
+
+def _fused_gated_rmsnorm(norm: FusedRMSNormGated, x: Tensor, g: Tensor) -> Tensor:
+    """RMS norm of x, [rows, N], times the activation of g."""
+    return _gated(x, norm.weight, norm.eps, g, norm.activation)
+
+
+def _gated(x: Tensor, weight: Tensor, eps: float, gate: Tensor, activation: str) -> Tensor:
+    widened, gate = x.float(), gate.float()
+    normed = widened * torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * (gate.sigmoid() if activation == "sigmoid" else silu(gate))).to(x.dtype)
+
+
+def _add_gated_shared_expert(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """Add the shared expert's output, [T, H], as far as its gate, [H], opens, to the routed experts', [T, H]."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    final_hidden_states += (gate[:, None] * shared_output.float()).to(final_hidden_states.dtype)
+
+
+def _supports_extra_buffer(original: Callable, view: Any, hf_config: Any) -> bool:
+    algorithm = view.speculative_algorithm
+    return algorithm is not None and algorithm.upper() == "DFLASH" and original(view, hf_config)
+
+
+def _platform_supports_extra_buffer() -> bool:
+    return True
+
+
+def _verify_and_keep_inputs(
+    backend: GDNAttnBackend,
+    *,
+    layer: RadixLinearAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    layer_cache: MambaPool.SpeculativeState,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    retrieve_parent_token: None,
+) -> Tensor:
+    """The delta rule of one layer over verified blocks.
+
+    Args:
+        query: [1, T, H, K], as key; value: [1, T, HV, V]; a, b: [T, HV].
+        layer_cache: keeps the inputs of every token (`recurrent_state.allocate_states`).
+        ssm_states: [slots, HV, V, K], left alone.
+        cache_indices: [n], slots.
+        query_start_loc: [n + 1], where each block begins, and T.
+
+    Returns:
+        [1, T, HV, V]
+    """
+    blocks = (len(query_start_loc) - 1, -1)
+    output = verify_block(
+        *(x[0].unflatten(0, blocks) for x in (query, key, value)),
+        *(x.unflatten(0, blocks) for x in (a, b)),
+        a_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        state=ssm_states[cache_indices.long()],
+        key_out=layer_cache.replayssm_rawk,
+        value_out=layer_cache.replayssm_rawv,
+        log_decay_out=layer_cache.replayssm_g,
+        beta_out=layer_cache.replayssm_beta,
+    )
+    return output.flatten(0, 1)[None]
+
+
 CPU_HOOKS: list[Hook] = [
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
@@ -104,5 +189,48 @@ CPU_HOOKS: list[Hook] = [
         function=_skip_batch_invariant_mode,
         why="--enable-deterministic-inference replaces matrix products by Triton kernels and finds no accelerator",
         until="it has batch-invariant operators for a CPU, or leaves PyTorch's alone there",
+    ),
+    Hook(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward",
+        kind=HookType.REPLACE,
+        function=_gated_rmsnorm,
+        why="the norm of Qwen3.5's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+        kind=HookType.REPLACE,
+        function=_fused_gated_rmsnorm,
+        why="the norm of Qwen3-Next's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        kind=HookType.REPLACE,
+        function=_add_gated_shared_expert,
+        why="the gate of a shared expert launches a Triton kernel",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+        kind=HookType.AROUND,
+        function=_supports_extra_buffer,
+        why="--mamba-radix-cache-strategy auto would choose extra_buffer without speculation too, where decoding pins "
+        "memory and launches a Triton kernel to keep states",
+        until="SGLang keeps states of decoding requests on a CPU",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        kind=HookType.REPLACE,
+        function=_platform_supports_extra_buffer,
+        why="it refuses the CPU, where DFLASH keeps the states of decoding requests itself",
+        until="SGLang keeps states of decoding requests on a CPU",
+    ),
+    Hook(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
+        kind=HookType.REPLACE,
+        function=_verify_and_keep_inputs,
+        why="a verification that keeps the inputs of every token launches a Triton kernel",
+        until="it has a torch version for a CPU",
     ),
 ]

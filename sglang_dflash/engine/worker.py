@@ -47,6 +47,7 @@ from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_window_pool
 from sglang_dflash.ops import small_m_linear
 from sglang_dflash.types import Block
+from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
 
@@ -117,9 +118,12 @@ class DFlashWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
+        seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, is_plain=not overruled)
         parts = self._overrule(batch, step, overruled, grammar_barrier)
+        if self._states is not None:
+            self._states.commit(batch, seq_lens, step.accepted.accept_lens)
         if on_publish is not None:
             # The scheduler prepares the next cycle.
             on_publish(step.accepted.new_seq_lens)
@@ -218,6 +222,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.input_ids = block.input_ids
         batch.out_cache_loc = block.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
+        forget_prefill(batch)
         batch.seq_lens_cpu = self._host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         batch.spec_info = DFlashVerifyInput(
@@ -321,6 +326,7 @@ class DFlashWorker(BaseSpecWorker):
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)
         self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        self._states = RecurrentState.of(target_runner, self.block_size)
         self._cycle = DecodeCycle(
             self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
         )
@@ -371,6 +377,7 @@ class DFlashWorker(BaseSpecWorker):
                 "drafter": self._kv_memory.drafter_bytes_per_token,
             },
             "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
+            "recurrent_states": None if self._states is None else self._states.describe(),
             **self._metrics.snapshot(),
         }
 

@@ -1,0 +1,93 @@
+"""A plugin for the tests: drafts that are the target's own text with errors, for requests whose text is known.
+
+`KNOWN_TEXT` names a JSON file that may change while the server runs: `texts`, token by token, each of which goes on
+from a request's prompt; and `fault`, what the server leaves out to show that a test would notice. Drafts of other
+requests are wrong. SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+VOCAB_SIZE = 1024
+
+
+class KnownText:
+    """The tokens to draft at every position of every request, in rows like those of `req_to_token`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._time = path, None
+        self.texts: list[list[int]] = []
+        self.fault: str | None = None
+        self.table: torch.Tensor | None = None
+
+    def read(self) -> None:
+        time = self._path.stat().st_mtime_ns
+        if time != self._time:
+            content = json.loads(self._path.read_text())
+            self._time, self.texts, self.fault = time, content["texts"], content["fault"]
+
+    def begin(self, req) -> None:
+        """A request is about to be prefilled."""
+        prompt = list(req.origin_input_ids)
+        text = next((text for text in self.texts if text[: len(prompt)] == prompt), [])
+        row = self.table[req.kv.req_pool_idx]
+        row.fill_(-1)
+        row[: len(text)] = torch.tensor(text, dtype=torch.int64)[: len(row)]
+
+    def write(self, rows: torch.Tensor, batch) -> None:
+        """rows [bs, W] int64: all but the first token of each are replaced."""
+        positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
+        known = self.table[batch.req_pool_indices[:, None], positions]
+        columns = torch.arange(rows.shape[1])
+        # Of three blocks one is wrong in one place, one is right, and one is wrong in every place; all places occur.
+        kind, place = batch.seq_lens % 3, 1 + batch.seq_lens // 3 % (rows.shape[1] - 1)
+        wrong = (known < 0) | ((kind == 0)[:, None] & (columns == place[:, None])) | (kind == 2)[:, None]
+        drafts = torch.where(wrong, (known + 1) % VOCAB_SIZE, known)
+        rows[:, 1:] = drafts[:, 1:]
+
+
+def register() -> None:
+    from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.verify import recurrent_state
+
+    known = KnownText(Path(os.environ["KNOWN_TEXT"]))
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
+    track_slots, commit_state = recurrent_state.RecurrentState._track_slots, recurrent_state.commit_state
+
+    def allocate(worker, *args, **kwargs):
+        alloc_memory_pool(worker, *args, **kwargs)
+        known.table = torch.full_like(worker.req_to_token_pool.req_to_token, -1, dtype=torch.int64)
+
+    def begin(worker, batch, on_publish):
+        fault = known.fault
+        known.read()
+        if known.fault not in (None, fault):
+            # What an earlier test has left in a slot may be right by chance.
+            states = worker.req_to_token_pool.mamba_pool.mamba_cache
+            states.temporal.zero_()
+            states.conv[0].zero_()
+        for req in batch.reqs:
+            known.begin(req)
+        return prefill(worker, batch, on_publish)
+
+    def overwrite(cycle, batch, *args):
+        known.read()
+        rows = draft(cycle, batch, *args)
+        known.write(rows, batch)
+        return rows
+
+    def commit(**arguments):
+        if known.fault != "commit":
+            commit_state(**arguments)
+
+    def track(states, batch):
+        return None if known.fault == "track" else track_slots(states, batch)
+
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
+    recurrent_state.RecurrentState._track_slots, recurrent_state.commit_state = track, commit
