@@ -114,8 +114,8 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
     return ReplayPlan(backend)
 
 
-# Of one entry in the lists of KV slots that these attention backends keep for the blocks of a graph.
-INDEX_BYTES = {"flashinfer": torch.int32.itemsize, "triton": torch.int64.itemsize}
+# Of the lists of KV slots that these attention backends keep for the blocks of a graph.
+INDEX_DTYPES = {"flashinfer": torch.int32, "triton": torch.int64}
 # Entries that FlashInfer adds to such a list (`FlashInferIndicesUpdaterPrefill.call_begin_forward`).
 _SPARE_INDICES = 256
 
@@ -139,7 +139,7 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
         if whole is None:
             # A cycle may be planned with lengths that have its block twice.
             max_len = backend.req_to_token_pool.req_to_token.shape[1] + max_num_tokens // max_bs
-            dtype = torch.int32 if is_flashinfer else torch.int64
+            dtype = INDEX_DTYPES["flashinfer" if is_flashinfer else "triton"]
             size = max_bs * max_len + _SPARE_INDICES
             kv_indices = torch.zeros(size, dtype=dtype, device=backend.req_to_token_pool.device)
         else:

@@ -49,6 +49,11 @@ def watch(sampler: Sampler) -> RowChecks:
     return _checks.setdefault(sampler, RowChecks())
 
 
+def is_watched(sampler: Sampler) -> bool:
+    """Whether it is the sampler of a DFLASH target."""
+    return sampler in _checks
+
+
 def preprocess_logits(original, sampler: Sampler, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """AROUND `Sampler._preprocess_logits`: [T, V] logits, changed in place, so that every row has a token to draw."""
     checks = _checks.get(sampler)

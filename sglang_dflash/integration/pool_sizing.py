@@ -13,7 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import attention_backends, get_exec, get_schedule, get_spec
 
-from sglang_dflash.attention.plan import INDEX_BYTES
+from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.integration.arguments import load_drafter_config
@@ -84,7 +84,8 @@ class CycleMemory:
         is_seeded = get_exec().deterministic.enable_deterministic_inference
         backends = (attention_backends()[1], get_spec().speculative_draft_attention_backend)
         # Of a target with windows there is a list for its sliding layers, and one for the others.
-        index_bytes = sum(INDEX_BYTES.get(backend, 0) for backend in backends) * (1 + configurator.is_hybrid_swa)
+        index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
+        index_bytes *= 1 + configurator.is_hybrid_swa
         return cls(
             logits=num_logits * configurator.model_dtype.itemsize,
             sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),

@@ -110,7 +110,6 @@ def generate_request(
         watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
         for each in [*params, *({"watermark": watermark} for watermark in watermarks)]:
             check_sampling_params(each, vocab_size)
-        _check_fields("session_params", obj.session_params or {}, _SESSION_TYPES)
         if obj.contains_mm_input() and mambaish_config(manager.model_config) is not None:
             raise ValueError("image, video and audio are not supported with DFLASH and a target with recurrent layers.")
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
@@ -184,13 +183,7 @@ def check_objects(obj: GenerateReqInput) -> None:
     for each in overrides if isinstance(overrides, list) else [overrides]:
         if not (each is None or isinstance(each, PositionalEmbeds)):
             raise ValueError(f"positional_embed_overrides={each!r}: only an Engine can be given tensors.")
-    for name, value in (obj.session_params or {}).items():
-        if name not in _SESSION_TYPES:
-            raise ValueError(f"session_params has {name}, which is no session parameter.")
-        try:
-            msgspec.convert(value, _SESSION_TYPES[name])
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}={value!r} in session_params: {error}.") from error
+    _check_fields("session_params", obj.session_params or {}, _SESSION_TYPES)
 
 
 def check_sampling_params(params: object, vocab_size: int) -> None:

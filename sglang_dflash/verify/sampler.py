@@ -11,7 +11,6 @@ Shapes: bs requests, of which n at a time are overruled; W tokens of each block,
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -34,8 +33,6 @@ from sglang_dflash.types import DrawParameters
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
 
-# Samplers of DFLASH targets: see `sample_by_row`.
-_samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
 # What the sampler finds besides the log probability of each token: a list with an entry for each token of the batch.
 _LOGPROB_LISTS = (
     "next_token_top_logprobs_val",
@@ -91,7 +88,6 @@ class BlockSampler:
             and get_exec().kernel.sampling_backend == "flashinfer"
             and self._sampler.rl_on_policy_target is None
         )
-        _samplers.add(self._sampler)
         self._checks = failing_requests.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
@@ -390,7 +386,7 @@ def sample_by_row(
     order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
     """
     tokens, capture = original(sampler, probs, info, positions, simple_sampling_case)
-    if sampler not in _samplers or info.sampling_seed is None or simple_sampling_case:
+    if not failing_requests.is_watched(sampler) or info.sampling_seed is None or simple_sampling_case:
         return tokens, capture
     is_unfiltered = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1.0)
     unfiltered, _ = original(sampler, probs, info, positions, True)

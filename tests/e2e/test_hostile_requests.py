@@ -105,7 +105,7 @@ REFUSED = {
     ],
     "positional_embed_overrides=": [body({"positional_embed_overrides": 1.5})],
     "session_params has": [body({"session_params": {"nonsense": 1}})],
-    "offset='x' in session_params": [body({"session_params": {"id": "none", "offset": "x"}})],
+    "offset='x'": [body({"session_params": {"id": "none", "offset": "x"}})],
     "input_ids is of 1 prompts": [body({"input_ids": [[5]]})],
     "n=None": [body(n=None)],
     "stop_regex=": [

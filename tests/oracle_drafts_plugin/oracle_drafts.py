@@ -108,7 +108,7 @@ def register() -> None:
     from sglang_dflash.engine.worker import DFlashWorker
 
     drafts = Drafts(DRAFTS)
-    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle.draft
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -122,4 +122,4 @@ def register() -> None:
     def overwrite(cycle, batch, *args):
         return drafts.write(draft(cycle, batch, *args), batch)
 
-    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle.draft = allocate, begin, overwrite
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite

@@ -29,27 +29,24 @@ def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.engine.worker import DFlashWorker, _Eager
 
     verify = DFlashWorker._verify
 
-    def run_twice(worker, forward_batch):
+    def run_twice(worker, forward_batch, can_run_cuda_graph=False):
         begun = forward_batch.input_ids.clone()
-        output = verify(worker, forward_batch)
-        if not output.can_run_cuda_graph:
+        output = verify(worker, forward_batch, can_run_cuda_graph)
+        if not can_run_cuda_graph:
             return output
         runner, cycle = worker.target_worker.model_runner, worker._cycle
         graphs = runner.decode_cuda_graph_runner
-        accepted, drafted = graphs.accepted(), forward_batch.input_ids.clone()
+        step, drafted = graphs.step(forward_batch, output, has_grammar=False), forward_batch.input_ids.clone()
+        accepted = step.accepted
 
         block = graphs.blocks(forward_batch.batch_size).block
         backend = worker.draft_model_runner.attn_backend
-        drafted_again = cycle.draft(
-            replace(forward_batch, input_ids=begun),
-            forward_batch.seq_lens_cpu,
-            backend,
-            backend.init_forward_metadata,
-        ).view(-1)
+        eagerly = _Eager(backend, False, worker._verify)
+        drafted_again = cycle._draft(replace(forward_batch, input_ids=begun), eagerly).view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
         same_block = replace(forward_batch, input_ids=drafted)
@@ -58,12 +55,12 @@ def register():
             eager = verify(worker, same_block)
         finally:
             runner.decode_cuda_graph_runner = graphs
-        accepted_again = cycle.accept_plain(same_block, eager.logits_output, block, in_shards=False)
-        replayed_hidden, eager_hidden = (out.logits_output.hidden_states.float() for out in (output, eager))
+        accepted_again = cycle.accept_plain(same_block, eager, block, in_shards=False)
+        replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
         hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
         record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)
 
-        cycle.append(forward_batch, output.logits_output, accepted)
+        cycle.append_again(step, torch.arange(len(accepted.accept_lens), device=worker.device))
         torch.cuda.synchronize()
         return output
 
