@@ -183,8 +183,15 @@ def load_reference(path: Path, architecture: str) -> PreTrainedModel:
 
 def greedy(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
     """The prompt and `length` more tokens."""
+    inputs = torch.tensor([prompt])
     with torch.inference_mode():
         tokens = model.generate(
-            torch.tensor([prompt]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=0
+            inputs,
+            # Without it, transformers leaves out tokens of the prompt that are the padding's: the end of text.
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=length,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
     return tokens[0].tolist()

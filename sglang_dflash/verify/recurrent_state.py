@@ -52,14 +52,15 @@ def check_arguments(server_args: ServerArgs) -> None:
     """
     cfg, model_config = resolving_view(server_args), model_config_of(server_args)
     path = cfg.model_path
+    if cfg.device.split(":")[0] != "cpu":
+        raise ConfigError(
+            f"--device {cfg.device}: the target {path} ({model_config.hf_config.architectures[0]}) has recurrent layers "
+            "(Gated DeltaNet), and DFLASH serves such targets only with --device cpu so far."
+        )
     if "full_attention_interval" not in hybrid_gdn_config(model_config).to_dict():
         raise ConfigError(
             f"full_attention_interval is missing in config.json of target {path}: SGLang takes from it, not from "
             "layer_types, which layers are recurrent."
-        )
-    if cfg.device.split(":")[0] != "cpu":
-        raise ConfigError(
-            f"--device {cfg.device}: the target {path} has recurrent layers, which DFLASH serves only on a CPU so far."
         )
     for name, allowed in REQUIRED.items():
         for value in (getattr(server_args, name), getattr(cfg, name)):
@@ -189,11 +190,13 @@ def can_cache_finished_request(
     """AROUND `SchedulerBatchResultProcessor._mamba_can_cache_finished_req`.
 
     Where a grammar ends inside a block, the tokens behind its end are dropped on the CPU only: the GPU has advanced the
-    state by them, and it may have put the one that it keeps for the prefix cache in the place of an older one.
+    state by them. If they reach a multiple of the interval, it has also put the state there in the track slot, which
+    the scheduler does not know. Of two slots that is not the one in which it looks; one alone may have held the state
+    that it looks for.
     """
-    retained = result.grammar_retained_tokens
-    is_dflash = get_spec().speculative_algorithm == "DFLASH"
-    if is_dflash and retained is not None and retained[i] is not None:
+    track_slots, retained = req.kv.mamba_ping_pong_track_buffer, result.grammar_retained_tokens
+    has_one = track_slots is not None and len(track_slots) == 1
+    if has_one and get_spec().speculative_algorithm == "DFLASH" and retained is not None and retained[i] is not None:
         accepted = result.num_correct_drafts_per_req_cpu[i] + result.num_non_draft_tokens_per_req
         if len(retained[i]) < accepted:
             return False

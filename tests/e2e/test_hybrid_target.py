@@ -35,6 +35,8 @@ LAYOUTS = [
     ),
 ]
 LENGTH = 200
+# "Q", which is in no other token.
+LETTER = 50
 
 
 class KnownTexts:
@@ -207,23 +209,23 @@ def test_requests_that_end_inside_a_block(server, texts):
         assert_text(answer, text, 65 + end)
 
 
-def test_grammars_that_end_inside_a_block(server, texts, known):
-    """The tokens that were accepted behind the end are in no state that is found again."""
-    for i, prompt_length in enumerate((40, 50, 55, 60, 64)):
-        prompt = texts[301][:prompt_length]
-        grammar = {"regex": f"[a-z ]{{{12 + i},{16 + i}}}", "max_new_tokens": 60}
-        first = server.generate(prompt, **grammar)
-        assert first["meta_info"]["finish_reason"]["type"] == "stop"
-        written = prompt + first["output_ids"]
-        text = written + known.after(written, 80)
-        # Now every block goes on behind the end of the grammar.
+def test_grammars_that_end_inside_a_block(server, known):
+    """The tokens that were accepted behind the end, over a boundary, are in no state that is found again."""
+    for num_letters in range(86, 91):
+        prompt = hybrid.prompt_of(100, 500 + num_letters)
+        # It ends with the end of text, 1 to 5 tokens before a boundary; the last boundary is in the answer as well.
+        written = prompt + [LETTER] * num_letters + [hybrid.TEXT["eos_token_id"]]
+        text = written + known.after(written, 40)
         known.know(text)
-        again = server.generate(prompt, **grammar)
-        assert again["output_ids"] == first["output_ids"]
-        assert again["meta_info"]["spec_verify_ct"] < first["meta_info"]["spec_verify_ct"]
+        answer = server.generate(prompt, regex=f"Q{{{num_letters}}}", max_new_tokens=120)
+        assert prompt + answer["output_ids"] == written
+        assert answer["meta_info"]["spec_verify_ct"] < num_letters
 
-        for length in (len(written), len(written) - 1, len(written) + 3):
-            assert_text(server.generate(**ask(text, length, 60)), text, length)
+        for length in (len(written), len(written) + 3):
+            again = server.generate(**ask(text, length, 30))
+            assert_text(again, text, length)
+        again = server.generate(**ask(text, len(written) - 1, 30))
+        assert again["output_ids"] == known.after(written[:-1], 30)
 
 
 def test_every_kind_of_request_in_one_batch(server, texts):
