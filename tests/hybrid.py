@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats import to_qwen3_config
@@ -181,17 +182,34 @@ def load_reference(path: Path, architecture: str) -> PreTrainedModel:
     return getattr(transformers, architecture).from_pretrained(path, dtype=torch.float32).eval()
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
-    """The prompt and `length` more tokens."""
-    inputs = torch.tensor([prompt])
+def greedy(model: PreTrainedModel, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Prompts of one length, each with `length` more tokens."""
+    inputs = torch.tensor(prompts)
     with torch.inference_mode():
         tokens = model.generate(
             inputs,
-            # Without it, transformers leaves out tokens of the prompt that are the padding's: the end of text.
+            # Without it, transformers leaves out tokens of a prompt that are the padding's: the end of text.
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=length,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-    return tokens[0].tolist()
+    return tokens.tolist()
+
+
+def first_difference(model: PreTrainedModel, prompt: list[int], output: list[int]) -> int | None:
+    """The first token of an output that is not the greedy one after those before it; None: all are."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+    wrong = (logits.argmax(-1) != torch.tensor(output)).nonzero()
+    return int(wrong[0]) if len(wrong) else None
+
+
+def states_after(model: PreTrainedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the recurrent layers after a prefill: [L, C, S] the last inputs of convolutions, and [L, HV, V, K]."""
+    with torch.inference_mode():
+        layers = model(torch.tensor([tokens]), use_cache=True).past_key_values.layers
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    conv = torch.stack([layer.conv_states[0][0, :, 1:] for layer in recurrent])
+    return conv, torch.stack([layer.recurrent_states[0][0].transpose(-1, -2) for layer in recurrent])

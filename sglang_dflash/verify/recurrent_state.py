@@ -51,11 +51,11 @@ def check_arguments(server_args: ServerArgs) -> None:
     Reads what the user has set, and what SGLang has for them.
     """
     cfg, model_config = resolving_view(server_args), model_config_of(server_args)
-    path = cfg.model_path
+    path, architecture = cfg.model_path, model_config.hf_config.architectures[0]
     if cfg.device.split(":")[0] != "cpu":
         raise ConfigError(
-            f"--device {cfg.device}: the target {path} ({model_config.hf_config.architectures[0]}) has recurrent layers "
-            "(Gated DeltaNet), and DFLASH serves such targets only with --device cpu so far."
+            f"--device {cfg.device}: the target {path} ({architecture}) has recurrent layers, and DFLASH serves such "
+            "targets on a CPU only so far."
         )
     if "full_attention_interval" not in hybrid_gdn_config(model_config).to_dict():
         raise ConfigError(

@@ -65,8 +65,22 @@ def test_rounded_convolutions(arguments, monkeypatch):
     assert refusal(**arguments).startswith("SGLANG_MAMBA_CONV_DTYPE=bfloat16: ")
 
 
-def test_a_gpu(arguments):
-    assert refusal(**arguments | {"device": "cuda", "attention_backend": "triton"}).startswith("--device cuda: ")
+@pytest.mark.parametrize("architecture", hybrid.CONFIGS)
+def test_a_gpu(checkpoints, arguments, architecture):
+    cuda = {"model_path": str(checkpoints / architecture), "device": "cuda", "attention_backend": "triton"}
+    message = refusal(**arguments | cuda)
+
+    assert message.startswith("--device cuda: the target ") and f"({architecture}) has recurrent layers" in message
+
+
+@pytest.mark.parametrize("architecture", hybrid.CONFIGS)
+def test_no_buffer_under_overlap_scheduling(checkpoints, arguments, architecture):
+    """The state of a request that ends would be the prefix cache's while a cycle in flight writes it."""
+    no_buffer = {"model_path": str(checkpoints / architecture), "mamba_radix_cache_strategy": "no_buffer"}
+
+    with pytest.raises(AssertionError, match="no_buffer"):
+        resolve(**arguments | no_buffer)
+    assert resolve(**arguments | no_buffer, disable_overlap_schedule=True)
 
 
 def test_another_recurrent_target(tmp_path, arguments, checkpoints):

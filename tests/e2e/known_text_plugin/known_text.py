@@ -1,8 +1,9 @@
 """A plugin for the tests: drafts that are the target's own text with errors, for requests whose text is known.
 
 `KNOWN_TEXT` names a JSON file that may change while the server runs: `texts`, token by token, each of which goes on
-from a request's prompt; and `fault`, what the server leaves out to show that a test would notice. Drafts of other
-requests are wrong. SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH.
+from a request's prompt; `fault`, what the server leaves out to show that a test would notice; and `record`, a folder
+for the states after every cycle. Drafts of other requests are wrong. SGLang finds the plugin through the entry point
+beside it, where this folder is in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class KnownText:
         self._path, self._time = path, None
         self.texts: list[list[int]] = []
         self.fault: str | None = None
+        self.record: Path | None = None
         self.table: torch.Tensor | None = None
 
     def read(self) -> None:
@@ -30,6 +32,7 @@ class KnownText:
         if time != self._time:
             content = json.loads(self._path.read_text())
             self._time, self.texts, self.fault = time, content["texts"], content["fault"]
+            self.record = content["record"] and Path(content["record"])
 
     def begin(self, req) -> None:
         """A request is about to be prefilled."""
@@ -50,6 +53,17 @@ class KnownText:
         drafts = torch.where(wrong, (known + 1) % VOCAB_SIZE, known)
         rows[:, 1:] = drafts[:, 1:]
 
+    def save(self, states, slots: torch.Tensor, reqs: list, lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
+        """The states of a batch after a cycle, `lens` tokens long."""
+        content = {
+            "prompts": [len(req.origin_input_ids) for req in reqs],
+            "lens": lens.tolist(),
+            "accept_lens": accept_lens.tolist(),
+            "conv": states.conv[:, slots.long()].clone(),
+            "temporal": states.temporal[:, slots.long()].clone(),
+        }
+        torch.save(content, self.record / f"{len(list(self.record.iterdir()))}.pt")
+
 
 def register() -> None:
     from sglang_dflash.engine.cycle import DecodeCycle
@@ -58,7 +72,8 @@ def register() -> None:
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
-    track_slots, commit_state = recurrent_state.RecurrentState._track_slots, recurrent_state.commit_state
+    states = recurrent_state.RecurrentState
+    track_slots, commit_batch = states._track_slots, states.commit
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -82,12 +97,15 @@ def register() -> None:
         known.write(rows, batch)
         return rows
 
-    def commit(**arguments):
+    def commit(states, batch, seq_lens, accept_lens):
         if known.fault != "commit":
-            commit_state(**arguments)
+            commit_batch(states, batch, seq_lens, accept_lens)
+        if known.record is not None:
+            slots = states._pool.get_mamba_indices(batch.req_pool_indices)
+            known.save(states._states, slots, batch.reqs, seq_lens + accept_lens, accept_lens)
 
     def track(states, batch):
         return None if known.fault == "track" else track_slots(states, batch)
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
-    recurrent_state.RecurrentState._track_slots, recurrent_state.commit_state = track, commit
+    states._track_slots, states.commit = track, commit
