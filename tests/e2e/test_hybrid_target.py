@@ -161,7 +161,7 @@ def test_concurrent_requests(server, texts):
 def test_states_after_every_cycle(server, texts, known, tmp_path):
     """They are those of a prefill of the same tokens, in every layer."""
     known.tell(record=tmp_path)
-    server.generate_concurrently([ask(text, length, 60) for length, text in texts.items()])
+    server.generate_concurrently([ask(text, length, 40) for length, text in texts.items()])
     known.tell()
 
     accept_lens = set()
@@ -221,7 +221,7 @@ def test_wrong_drafts_poison_nothing(server, texts, known):
     server.generate(**ask(text, 129, 100))
     others = [text[:129] + hybrid.prompt_of(1 + i % 5, 31 * i) for i in range(50)]
 
-    answers = server.generate_concurrently([ask(prompt, len(prompt), 24) for prompt in others])
+    answers = server.generate_concurrently([ask(prompt, len(prompt), 10) for prompt in others])
 
     assert all(answer["meta_info"]["cached_tokens"] >= 64 for answer in answers)
     for prompt, answer in zip(others, answers):

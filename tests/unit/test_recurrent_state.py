@@ -61,7 +61,7 @@ def test_blocks_that_are_longer_than_half_an_interval(pair):
 
     with served(args):
         assert RecurrentState.of(runner, 32).describe()["track_interval"] == 64
-        with pytest.raises(ConfigError, match="^--mamba-track-interval 64: .* set at least 66"):
+        with pytest.raises(ConfigError, match=r"^--mamba-track-interval 64: .* set at least 66"):
             RecurrentState.of(runner, 33)
 
 
