@@ -1,7 +1,9 @@
 """The gated delta rule of Gated DeltaNet layers, token by token.
 
-Source: Gated Delta Networks (Yang et al., arXiv 2412.06464), as SGLang's
-`kernels.ops.attention.linear.fused_sigmoid_gating_recurrent` computes it: in float32, whatever the dtype of its inputs.
+Source: Gated Delta Networks (Yang et al., arXiv 2412.06464), as SGLang's decoding computes it on a GPU
+(`kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode`): in float32, whatever the
+dtype of its inputs, but for the strength of an update, which is rounded to that dtype. SGLang's own verification does
+not round it, so that its states part from those of decoding with every token.
 A state maps keys to values: S' = exp(g) S + beta (v - exp(g) S k) k^T, and o = S' q.
 Shapes: T tokens, H key heads, HV value heads, K and V their sizes; value head i has key head i // (HV / H).
 """
@@ -24,10 +26,10 @@ def gates(
         b: [..., HV].
 
     Returns:
-        g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), [..., HV] float32.
+        g = -exp(a_log) softplus(a + dt_bias), and beta = sigmoid(b) in the precision of b, [..., HV] float32.
     """
     log_decay = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
-    return log_decay, b.float().sigmoid()
+    return log_decay, b.float().sigmoid().to(b.dtype).float()
 
 
 def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:

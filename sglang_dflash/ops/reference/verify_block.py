@@ -15,13 +15,16 @@ def verify_block(
     b: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    state: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
     log_decay_out: torch.Tensor,
     beta_out: torch.Tensor,
 ) -> torch.Tensor:
     """What W tokens of each of n requests find in the state after them, and the inputs that make it.
+
+    Heads, and the numbers of a head, lie beside each other in memory.
 
     Args:
         query: [n, W, H, K], before its norm.
@@ -31,8 +34,9 @@ def verify_block(
         b: [n, W, HV].
         a_log: [HV].
         dt_bias: [HV].
-        state: [n, HV, V, K] before the block, left alone.
-        key_out: [>= n, >= W, H, K], written, as those that follow: see `ops.reference.commit_state.BlockInputs`.
+        states: [slots, HV, V, K] float32, before the block, left alone.
+        slots: [n] int32, of the requests.
+        key_out: [>= n, >= W, H, K], written, as those that follow: see `types.BlockInputs`.
         value_out: [>= n, >= W, HV, V].
         log_decay_out: [>= n, >= W, HV] float32.
         beta_out: [>= n, >= W, HV] float32.
@@ -46,8 +50,8 @@ def verify_block(
     for kept, computed in inputs:
         kept[:n, :width] = computed
     query, key = (delta_rule.normalize(x, num_value_heads) for x in (query, key))
-    output = torch.empty_like(value)
-    state = state.float()
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    state = states[slots.long()]
     for step in range(width):
         state = delta_rule.update(state, key[:, step], value[:, step], log_decay[:, step], beta[:, step])
         output[:, step] = delta_rule.read(state, query[:, step])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from sglang_dflash.ops.reference import delta_rule
-from sglang_dflash.ops.reference.commit_state import BlockInputs, States, commit_state
+from sglang_dflash.ops.reference.commit_state import commit_state
 from sglang_dflash.ops.reference.verify_block import verify_block
+from sglang_dflash.types import BlockInputs, States, StateSlots
 
 LAYERS, BLOCK, HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS = 2, 6, 2, 4, 5, 3, 7
 INTERVAL = 16
@@ -51,7 +52,8 @@ class Case:
                     *(x[layer] for x in (self.q, self.k, self.v, self.a, self.b)),
                     self.a_log,
                     self.dt_bias,
-                    self.states.temporal[layer, self.slots.long()],
+                    self.states.temporal[layer],
+                    self.slots,
                     *(x[layer] for x in (self.inputs.key, self.inputs.value, self.inputs.log_decay, self.inputs.beta)),
                 )
                 for layer in range(LAYERS)
@@ -69,15 +71,19 @@ class Case:
             output = delta_rule.read(state, delta_rule.normalize(self.q[:, row, t], VALUE_HEADS))
         return state, output
 
-    def commit(self, accept_lens, seq_lens, track_slots=None):
+    def commit(self, accept_lens, seq_lens, kept=None, is_due=1):
+        rows = torch.arange(len(self.slots))
+        # Which of two has its turn is left to the boundary.
+        slots = StateSlots(self.slots, kept, torch.zeros_like(self.slots))
         commit_state(
             self.states,
             self.inputs,
-            self.slots,
-            track_slots,
+            slots,
+            rows,
             torch.tensor(seq_lens),
             torch.tensor(accept_lens),
             INTERVAL,
+            torch.tensor([is_due]),
         )
 
 
@@ -100,28 +106,30 @@ def test_every_accepted_length(width):
     assert torch.equal(case.states.temporal[:, others], case.before.temporal[:, others])
 
 
+@pytest.mark.parametrize("num_boundaries", [3, 4])
 @pytest.mark.parametrize("offset", range(-BLOCK, 2))
-def test_the_state_at_a_boundary_is_kept(offset):
+def test_the_state_at_a_boundary_is_kept(offset, num_boundaries):
     """Blocks that end before it, at it and behind it, that begin at it; and requests without a place for it."""
     case = Case()
     rows = len(case.slots)
     accept_lens = [1 + row % BLOCK for row in range(rows)]
-    seq_len = 3 * INTERVAL + offset
-    track_slots = torch.where(torch.arange(rows) % 3 > 0, case.slots.long() + 1, 0)
+    seq_len = num_boundaries * INTERVAL + offset
+    kept = torch.zeros(rows, 2, dtype=torch.int64)
+    kept[:, num_boundaries % 2] = torch.where(torch.arange(rows) % 3 > 0, case.slots + 1, 0)
     kept_before = case.states.temporal[:, 1::2].clone()
 
-    case.commit(accept_lens, [seq_len] * rows, track_slots)
+    case.commit(accept_lens, [seq_len] * rows, kept)
 
     for row, slot in enumerate(case.slots.tolist()):
         if not slot:
             continue
         torch.testing.assert_close(case.states.temporal[:, slot], case.after(row, accept_lens[row])[0])
         step = next((t for t in range(1, accept_lens[row] + 1) if (seq_len + t) % INTERVAL == 0), None)
-        kept = case.states.temporal[:, slot + 1]
+        temporal = case.states.temporal[:, slot + 1]
         if step is None or row % 3 == 0:
-            assert torch.equal(kept, kept_before[:, slot // 2])
+            assert torch.equal(temporal, kept_before[:, slot // 2])
         else:
-            torch.testing.assert_close(kept, case.after(row, step)[0])
+            torch.testing.assert_close(temporal, case.after(row, step)[0])
             assert torch.equal(case.states.conv[:, slot + 1], case.conv_windows[:, row, step - 1])
 
 
@@ -129,3 +137,11 @@ def test_a_batch_of_padding():
     case = Case(num_requests=0)
     case.commit([1], [0])
     assert torch.equal(case.states.temporal, case.before.temporal)
+
+
+def test_states_that_are_not_due():
+    case = Case()
+    rows = len(case.slots)
+    case.commit([2] * rows, [15] * rows, case.slots.long()[:, None] + 1, is_due=0)
+    assert torch.equal(case.states.temporal, case.before.temporal)
+    assert torch.equal(case.states.conv, case.before.conv)
