@@ -7,7 +7,7 @@ KV run unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xgrammar
@@ -20,12 +20,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
-from sglang_dflash.ops.reference.verify_block import verify_block
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-    from sglang.srt.mem_cache.memory_pool import MambaPool
 
 
 def _extend_forward_kwargs(
@@ -119,48 +113,6 @@ def _platform_supports_extra_buffer() -> bool:
     return True
 
 
-def _verify_and_keep_inputs(
-    backend: GDNAttnBackend,
-    *,
-    layer: RadixLinearAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    layer_cache: MambaPool.SpeculativeState,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    retrieve_parent_token: None,
-) -> Tensor:
-    """The delta rule of one layer over verified blocks.
-
-    Args:
-        query: [1, T, H, K], as key; value: [1, T, HV, V]; a, b: [T, HV].
-        layer_cache: keeps the inputs of every token (`recurrent_state.allocate_states`).
-        ssm_states: [slots, HV, V, K], left alone.
-        cache_indices: [n], slots.
-        query_start_loc: [n + 1], where each block begins, and T.
-
-    Returns:
-        [1, T, HV, V]
-    """
-    blocks = (len(query_start_loc) - 1, -1)
-    output = verify_block(
-        *(x[0].unflatten(0, blocks) for x in (query, key, value)),
-        *(x.unflatten(0, blocks) for x in (a, b)),
-        a_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        state=ssm_states[cache_indices.long()],
-        key_out=layer_cache.replayssm_rawk,
-        value_out=layer_cache.replayssm_rawv,
-        log_decay_out=layer_cache.replayssm_g,
-        beta_out=layer_cache.replayssm_beta,
-    )
-    return output.flatten(0, 1)[None]
-
-
 CPU_HOOKS: list[Hook] = [
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
@@ -225,12 +177,5 @@ CPU_HOOKS: list[Hook] = [
         function=_platform_supports_extra_buffer,
         why="it refuses the CPU, where DFLASH keeps the states of decoding requests itself",
         until="SGLang keeps states of decoding requests on a CPU",
-    ),
-    Hook(
-        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
-        kind=HookType.REPLACE,
-        function=_verify_and_keep_inputs,
-        why="a verification that keeps the inputs of every token launches a Triton kernel",
-        until="it has a torch version for a CPU",
     ),
 ]

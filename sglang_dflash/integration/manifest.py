@@ -119,6 +119,14 @@ HOOKS = [
         until="it reserves what the pool of recurrent states allocates",
     ),
     Hook(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
+        kind=HookType.REPLACE,
+        function=recurrent_state.verify_and_keep_inputs,
+        why="its kernel keeps the inputs of verified tokens for every slot of the pool, and rounds otherwise than "
+        "decoding does",
+        until="it keeps them for running requests, and rounds as decoding does",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
         "._mamba_can_cache_finished_req",
         kind=HookType.AROUND,

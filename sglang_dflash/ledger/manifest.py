@@ -286,6 +286,18 @@ USES = (
     ),
     Use(
         "attention/plan.py",
+        "the backend beside full attention finds the slots of states on the GPU alone, so that a graph can hold it",
+        (
+            f"{_ATTENTION}.hybrid_linear_attn_backend.HybridLinearAttnBackend.attn_backend_list",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_forward_metadata_out_graph",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_cuda_graph_state",
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.init_forward_metadata_out_graph",
+            "sglang.kernels.ops.mamba.mamba_state_indices_triton.fused_replay_state_indices",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
         "slots of a batch over a graph's buffers are translated anew by it, and kept by its plan",
         (
             f"{_TRANSLATOR}.bind_runner_slots",
@@ -522,7 +534,6 @@ USES = (
             f"{_MAMBA_POOL}.mamba_cache",
             f"{_MAMBA_POOL}.mem_usage",
             f"{_MAMBA_POOL}.replayssm_spec_fold",
-            f"{_MAMBA_POOL}._allocate_deduplicated_conv_window",
             f"{_MAMBA_POOL}._intermediate_conv_window_phys",
             "sglang.srt.configs.mamba_utils.Mamba2StateShape",
         ),
@@ -535,6 +546,16 @@ USES = (
             f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend._init_target_verify_qkv_routing",
             f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._forward_metadata",
             f"{_ATTENTION}.linear.utils.select_verify_intermediate_state_indices",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton._causal_conv1d_update_kernel",
+        ),
+    ),
+    Use(
+        "ops/reference/delta_rule.py",
+        "rounded as states of decoding requests are",
+        (
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode_kernel",
         ),
     ),
     Use(
@@ -542,6 +563,9 @@ USES = (
         "which slots a request has, and in which of them the scheduler looks for the state at which boundary",
         (
             "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_index_mapping",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_ping_pong_track_buffer_mapping",
+            f"{_SCHEDULE_BATCH}._mamba_radix_cache_v2_req_prepare_for_extend",
             f"{_RESULTS}._mamba_check_track_boundary",
             f"{_RESULTS}._mamba_prefix_cache_update",
             "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent._select_finished_checkpoint",

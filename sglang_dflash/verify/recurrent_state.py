@@ -9,6 +9,7 @@ This is the only file that knows how SGLang keeps recurrent states, which it cal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
@@ -24,8 +25,13 @@ from sglang.srt.runtime_context import get_exec, get_schedule, get_spec, mamba_t
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import async_h2d
 
+from sglang_dflash import ops
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.ops.reference.commit_state import BlockInputs, States, commit_state
+from sglang_dflash.types import BlockInputs, States, StateSlots
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 # Fields of `ServerArgs` that a recurrent target needs as they are here: what the states are kept in, and who computes
 # and keeps them. SGLang derives the flag from the field, with dashes.
@@ -51,12 +57,7 @@ def check_arguments(server_args: ServerArgs) -> None:
     Reads what the user has set, and what SGLang has for them.
     """
     cfg, model_config = resolving_view(server_args), model_config_of(server_args)
-    path, architecture = cfg.model_path, model_config.hf_config.architectures[0]
-    if cfg.device.split(":")[0] != "cpu":
-        raise ConfigError(
-            f"--device {cfg.device}: the target {path} ({architecture}) has recurrent layers, and DFLASH serves such "
-            "targets on a CPU only so far."
-        )
+    path = cfg.model_path
     if "full_attention_interval" not in hybrid_gdn_config(model_config).to_dict():
         raise ConfigError(
             f"full_attention_interval is missing in config.json of target {path}: SGLang takes from it, not from "
@@ -89,23 +90,18 @@ class _Window:
     def allocate(cls, pool: MambaPool, num_rows: int, block_size: int, num_key_heads: int) -> _Window:
         conv, temporal = pool.mamba_cache.conv[0], pool.mamba_cache.temporal
         num_layers, _, num_value_heads, value_size, key_size = temporal.shape
-        # The states of a convolution after one token and the next share all inputs but one.
-        conv_memory, conv_view = pool._allocate_deduplicated_conv_window(
-            conv_shape=tuple(conv.shape[2:]),
-            num_mamba_layers=num_layers,
-            # It adds a row for padding itself.
-            spec_state_size=num_rows - 1,
-            speculative_num_draft_tokens=block_size,
-            conv_dtype=conv.dtype,
-        )
+        channels, length = conv.shape[2:]
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             # Whatever is read before it is written must not pass for a number.
             return torch.full((num_layers, num_rows, block_size, *shape), torch.nan, dtype=dtype, device=conv.device)
 
-        conv_memory.fill_(torch.nan)
+        # The states of a convolution after one token and the next share all inputs but one. Here the inputs of a token
+        # lie beside each other, as they are written.
+        shape = (num_layers, num_rows, block_size + length - 1, channels)
+        conv_memory = torch.full(shape, torch.nan, dtype=conv.dtype, device=conv.device)
         inputs = BlockInputs(
-            conv=conv_view,
+            conv=conv_memory.unfold(2, length, 1),
             key=empty(num_key_heads, key_size, dtype=conv.dtype),
             value=empty(num_value_heads, value_size, dtype=conv.dtype),
             log_decay=empty(num_value_heads, dtype=torch.float32),
@@ -184,6 +180,49 @@ def leave_memory_for_inputs(original, configurator: KVCacheConfigurator, total_r
     return rest - per_request * (num_requests + 1) / 2**30
 
 
+def verify_and_keep_inputs(
+    backend: GDNAttnBackend,
+    *,
+    layer: RadixLinearAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layer_cache: MambaPool.SpeculativeState,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    retrieve_parent_token: None,
+) -> torch.Tensor:
+    """In place of `GDNAttnBackend._replayssm_fold_target_verify`: the delta rule of one layer over verified blocks.
+
+    Args:
+        query: [1, T, H, K], as key; value: [1, T, HV, V]; a, b: [T, HV].
+        layer_cache: keeps the inputs of every token (`allocate_states`).
+        ssm_states: [slots, HV, V, K], left alone.
+        cache_indices: [n] int32, slots.
+        query_start_loc: [n + 1], where each block begins, and T.
+
+    Returns:
+        [1, T, HV, V]
+    """
+    blocks = (len(query_start_loc) - 1, -1)
+    output = ops.verify_block(
+        *(x[0].unflatten(0, blocks) for x in (query, key, value)),
+        *(x.unflatten(0, blocks) for x in (a, b)),
+        a_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        states=ssm_states,
+        slots=cache_indices,
+        key_out=layer_cache.replayssm_rawk,
+        value_out=layer_cache.replayssm_rawv,
+        log_decay_out=layer_cache.replayssm_g,
+        beta_out=layer_cache.replayssm_beta,
+    )
+    return output.flatten(0, 1)[None]
+
+
 def can_cache_finished_request(
     original, processor: SchedulerBatchResultProcessor, req: Req, result: GenerationBatchResult, i: int
 ) -> bool:
@@ -222,8 +261,11 @@ class RecurrentState:
             log_decay=cache.replayssm_g,
             beta=cache.replayssm_beta,
         )
-        # On the device, of the requests for which they were last asked.
-        self._positions: tuple[list[int], torch.Tensor] | None = None
+        # Both are written where requests get their slots.
+        current = pool.req_index_to_mamba_index_mapping
+        kept = pool.req_index_to_mamba_ping_pong_track_buffer_mapping if pool.enable_mamba_extra_buffer else None
+        self._slots = StateSlots(current, kept, torch.zeros_like(current))
+        self._always = torch.ones(1, dtype=torch.int64, device=current.device)
 
     @classmethod
     def of(cls, target_runner: ModelRunner, block_size: int) -> RecurrentState | None:
@@ -265,34 +307,50 @@ class RecurrentState:
             "track_interval": self._interval if self._pool.enable_mamba_extra_buffer else None,
         }
 
-    def commit(self, batch: ScheduleBatch, seq_lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
-        """Advance the states of a batch whose blocks have been verified. Once for each cycle.
+    def begin_prefill(self, batch: ScheduleBatch) -> None:
+        """Learn which of a request's slots takes the next state that is kept for the prefix cache.
+
+        They take turns with every boundary that is crossed, by SGLang's count as by ours, once for each: so its turn is
+        known from then on, also while the scheduler has not seen the last cycle.
+        """
+        if self._slots.kept is None:
+            return
+        next_boundaries = [
+            (prefix_len + extend_len) // self._interval + 1
+            for prefix_len, extend_len in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        ]
+        turns = [
+            (req.kv.mamba_next_track_idx - boundary) % self._slots.kept.shape[1]
+            for req, boundary in zip(batch.reqs, next_boundaries, strict=True)
+        ]
+        turn = self._slots.turn
+        turn[batch.req_pool_indices] = async_h2d(turns, dtype=turn.dtype, device=turn.device)
+
+    def commit(
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        accept_lens: torch.Tensor,
+        is_due: torch.Tensor | None = None,
+    ) -> None:
+        """Advance the states of requests whose blocks have been verified. Once for each cycle.
 
         Args:
+            req_pool_indices: [bs] int64.
             seq_lens: [bs] int64, tokens before the block.
-            accept_lens: [bs] int32.
+            accept_lens: [bs] int64.
+            is_due: [1] int64; with 0 nothing is done.
         """
-        commit_state(
+        ops.commit_state(
             states=self._states,
             inputs=self._inputs,
-            slots=self._pool.get_mamba_indices(batch.req_pool_indices),
-            track_slots=self._track_slots(batch),
+            slots=self._slots,
+            req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             accept_lens=accept_lens,
             interval=self._interval,
+            is_due=self._always if is_due is None else is_due,
         )
-
-    def _track_slots(self, batch: ScheduleBatch) -> torch.Tensor | None:
-        """[bs] int64, where the next state of each request is kept for the prefix cache; None: nowhere."""
-        if not self._pool.enable_mamba_extra_buffer:
-            return None
-        # A request that has lost its slots has None.
-        positions = [-1 if req.kv.mamba_next_track_idx is None else req.kv.mamba_next_track_idx for req in batch.reqs]
-        if self._positions is None or self._positions[0] != positions:
-            self._positions = positions, async_h2d(positions, dtype=torch.int64, device=batch.device)
-        index = self._positions[1]
-        slots = self._pool.req_index_to_mamba_ping_pong_track_buffer_mapping[batch.req_pool_indices, index.clamp(min=0)]
-        return torch.where(index >= 0, slots, 0)
 
 
 def forget_prefill(batch: ScheduleBatch) -> None:

@@ -6,10 +6,7 @@ import json
 
 import hybrid
 import pytest
-import torch
 from resolving import refusal, resolve
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these targets are served on a CPU only")
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +60,6 @@ def test_rounded_convolutions(arguments, monkeypatch):
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
 
     assert refusal(**arguments).startswith("SGLANG_MAMBA_CONV_DTYPE=bfloat16: ")
-
-
-@pytest.mark.parametrize("architecture", hybrid.CONFIGS)
-def test_a_gpu(checkpoints, arguments, architecture):
-    cuda = {"model_path": str(checkpoints / architecture), "device": "cuda", "attention_backend": "triton"}
-    message = refusal(**arguments | cuda)
-
-    assert message.startswith("--device cuda: the target ") and f"({architecture}) has recurrent layers" in message
 
 
 @pytest.mark.parametrize("architecture", hybrid.CONFIGS)

@@ -290,9 +290,10 @@ class Server:
             time.sleep(0.1)
 
 
-def with_plugin(name: str) -> tuple[tuple[str, str], ...]:
-    """The environment in which SGLang finds a plugin of these tests, through the entry point in its folder."""
-    folders = [str(Path(__file__).with_name(f"{name}_plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+def with_plugin(*names: str) -> tuple[tuple[str, str], ...]:
+    """The environment in which SGLang finds plugins of these tests, through the entry points in their folders."""
+    folders = [str(Path(__file__).with_name(f"{name}_plugin")) for name in names]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
     return (("PYTHONPATH", os.pathsep.join(folders)),)
 
 

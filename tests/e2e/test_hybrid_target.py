@@ -14,14 +14,19 @@ import pytest
 import torch
 from serving import SYNC, Settings, with_plugin
 
-pytestmark = pytest.mark.cpu(reason="these targets are served on a CPU only")
-
+ON_CPU = not torch.cuda.is_available()
 # Tokens between two states that the prefix cache keeps of a request that decodes.
 INTERVAL = 64
 CHUNKS = ("chunked-prefill-size", 64)
 # Name, target, flags of every server, and of DFLASH's.
 LAYOUTS = [
-    ("overlap", "Qwen3_5ForCausalLM", (CHUNKS,), (("mamba-track-interval", INTERVAL),)),
+    # Some batches are replayed with padding, and larger ones are not.
+    (
+        "graphs",
+        "Qwen3_5ForCausalLM",
+        (CHUNKS, ("cuda-graph-max-bs-decode", 4)),
+        (("mamba-track-interval", INTERVAL),),
+    ),
     (
         "page64-sync",
         "Qwen3NextForCausalLM",
@@ -71,7 +76,6 @@ def layout(request):
 def env(tmp_path_factory):
     """Of all these servers, of which one is asked at a time."""
     return (
-        *with_plugin("known_text"),
         ("KNOWN_TEXT", str(tmp_path_factory.mktemp("known") / "texts.json")),
         ("SGLANG_MAMBA_CONV_DTYPE", "float32"),
         # Requests lose their states now and then, and are prefilled again.
@@ -99,11 +103,12 @@ def texts(known):
 @pytest.fixture(scope="module")
 def server(layout, keeper, known, env):
     name, _, flags, dflash_flags = layout
+    plugins = ["known_text", *(["eager_graphs"] if name == "graphs" and ON_CPU else [])]
     settings = Settings(
         f"hybrid-{name}",
         flags=(*flags, ("model-path", str(known.target)), ("max-mamba-cache-size", SLOTS)),
         dflash_flags=(*dflash_flags, ("speculative-draft-model-path", str(known.drafter))),
-        env=env,
+        env=(*with_plugin(*plugins), *env),
     )
     return keeper.server(settings, dflash=True)
 
@@ -207,6 +212,7 @@ def test_continued_texts(server, texts, known):
             assert cached > length and cached % INTERVAL == 0 if keeps_states(server) else cached >= length
 
 
+@pytest.mark.cpu(reason="a CUDA graph has been recorded with nothing left out")
 def test_what_is_left_out_shows(server, texts, known):
     """Of the tests here, as states that are never advanced, or never kept, are other states."""
     for fault in ("commit", "track") if keeps_states(server) else ("commit",):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,13 +41,13 @@ class KnownText:
         text = next((text for text in self.texts if text[: len(prompt)] == prompt), [])
         row = self.table[req.kv.req_pool_idx]
         row.fill_(-1)
-        row[: len(text)] = torch.tensor(text, dtype=torch.int64)[: len(row)]
+        row[: len(text)] = torch.tensor(text, dtype=torch.int64, device=row.device)[: len(row)]
 
     def write(self, rows: torch.Tensor, batch) -> None:
         """rows [bs, W] int64: all but the first token of each are replaced."""
         positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
         known = self.table[batch.req_pool_indices[:, None], positions]
-        columns = torch.arange(rows.shape[1])
+        columns = torch.arange(rows.shape[1], device=rows.device)
         # Of three blocks one is wrong in one place, one is right, and one is wrong in every place; all places occur.
         kind, place = batch.seq_lens % 3, 1 + batch.seq_lens // 3 % (rows.shape[1] - 1)
         wrong = (known < 0) | ((kind == 0)[:, None] & (columns == place[:, None])) | (kind == 2)[:, None]
@@ -59,8 +60,8 @@ class KnownText:
             "prompts": [len(req.origin_input_ids) for req in reqs],
             "lens": lens.tolist(),
             "accept_lens": accept_lens.tolist(),
-            "conv": states.conv[:, slots.long()].clone(),
-            "temporal": states.temporal[:, slots.long()].clone(),
+            "conv": states.conv[:, slots.long()].cpu(),
+            "temporal": states.temporal[:, slots.long()].cpu(),
         }
         torch.save(content, self.record / f"{len(list(self.record.iterdir()))}.pt")
 
@@ -72,8 +73,7 @@ def register() -> None:
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
-    states = recurrent_state.RecurrentState
-    track_slots, commit_batch = states._track_slots, states.commit
+    commit, step = recurrent_state.RecurrentState.commit, DFlashWorker.forward_batch_generation
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -97,15 +97,22 @@ def register() -> None:
         known.write(rows, batch)
         return rows
 
-    def commit(states, batch, seq_lens, accept_lens):
+    def commit_or_not(states, *args):
+        slots = states._slots
+        if known.fault == "track":
+            states._slots = replace(slots, kept=None)
         if known.fault != "commit":
-            commit_batch(states, batch, seq_lens, accept_lens)
-        if known.record is not None:
-            slots = states._pool.get_mamba_indices(batch.req_pool_indices)
-            known.save(states._states, slots, batch.reqs, seq_lens + accept_lens, accept_lens)
+            commit(states, *args)
+        states._slots = slots
 
-    def track(states, batch):
-        return None if known.fault == "track" else track_slots(states, batch)
+    def recorded(worker, batch, *args, **kwargs):
+        is_decode = batch.forward_mode.is_decode()
+        result = step(worker, batch, *args, **kwargs)
+        if is_decode and known.record is not None:
+            slots = worker.req_to_token_pool.get_mamba_indices(batch.req_pool_indices)
+            known.save(worker._states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
+        return result
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
-    states._track_slots, states.commit = track, commit
+    DFlashWorker.forward_batch_generation = recorded
+    recurrent_state.RecurrentState.commit = commit_or_not
