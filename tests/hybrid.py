@@ -91,9 +91,9 @@ CONFIGS = {
 }
 
 
-def write_target(path: Path, architecture: str = "Qwen3_5ForCausalLM") -> Path:
-    """A checkpoint that SGLang and transformers read."""
-    model = build_target(architecture)
+def write_target(path: Path, architecture: str = "Qwen3_5ForCausalLM", **sizes: int) -> Path:
+    """A checkpoint that SGLang and transformers read; sizes: fields that replace those of `TEXT`."""
+    model = build_target(architecture, sizes)
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     config.get("text_config", config).update(INTERVAL)
@@ -115,13 +115,17 @@ def write_config(path: Path, architecture: str, config: dict | None = None) -> P
     return path
 
 
-def _config(architecture: str) -> PretrainedConfig:
+def _config(architecture: str, sizes: dict[str, int] | None = None) -> PretrainedConfig:
     kind, fields = CONFIGS[architecture]
+    if "text_config" in fields:
+        fields = fields | {"text_config": fields["text_config"] | (sizes or {})}
+    else:
+        fields = fields | (sizes or {})
     return getattr(transformers, kind)(**fields, dtype="float32")
 
 
-def build_target(architecture: str) -> PreTrainedModel:
-    model = getattr(transformers, architecture)(_config(architecture))
+def build_target(architecture: str, sizes: dict[str, int] | None = None) -> PreTrainedModel:
+    model = getattr(transformers, architecture)(_config(architecture, sizes))
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
@@ -137,7 +141,7 @@ def build_target(architecture: str) -> PreTrainedModel:
     return model.eval()
 
 
-def write_drafter(path: Path, block_size: int = BLOCK_SIZE) -> Path:
+def write_drafter(path: Path, block_size: int = BLOCK_SIZE, **sizes: int) -> Path:
     path.mkdir(parents=True)
     config = {
         "architectures": ["DFlashDraftModel"],
@@ -160,7 +164,7 @@ def write_drafter(path: Path, block_size: int = BLOCK_SIZE) -> Path:
         "rope_scaling": None,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-    }
+    } | sizes
     (path / "config.json").write_text(json.dumps(config))
     drafter = DFlashConfig.from_dict(to_qwen3_config(config, str(path)).to_dict(), str(path))
     generator = torch.Generator().manual_seed(1)
