@@ -150,6 +150,13 @@ HOOKS = [
         until="init_req_max_new_tokens subtracts get_alloc_reserve_per_decode",
     ),
     Hook(
+        target="sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+        kind=HookType.AFTER,
+        function=request_limits.leave_last_token_out,
+        why="the next turn of a streaming session would read a rejected draft's KV as that of the last token",
+        until="SGLang counts no KV of a finished request's last token",
+    ),
+    Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         kind=HookType.AROUND,
         function=validate_requests.generate_request,

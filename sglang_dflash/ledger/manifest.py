@@ -206,6 +206,15 @@ USES = (
             f"{_PARAMS}.SamplingParams.min_new_tokens",
         ),
     ),
+    Use(
+        "integration/request_limits.py",
+        "which tokens of a turn the next one of a session finds in its KV slots",
+        (
+            "sglang.srt.managers.schedule_batch.ReqKvInfo.kv_committed_len",
+            "sglang.srt.session.streaming_session.SessionSlot.kv",
+            "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
+        ),
+    ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
     Use(
         "engine/graphs.py",
