@@ -2,10 +2,10 @@
 
     python3 scripts/bench_kernels.py --out scripts/results/kernels_h100
 
-Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Launches are replayed from a CUDA graph, and
-take turns over up to 64 inputs: more than the L2 cache holds, where there is anything to move. Before it is timed, a
-kernel is compared with its torch twin in `sglang_dflash.ops.reference`. Without a GPU, Triton's interpreter shows that
-the script works; its times mean nothing:
+Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter; of recurrent states, those of Qwen3.5-9B.
+Launches are replayed from a CUDA graph, and take turns over up to 64 inputs: more than the L2 cache holds, where there
+is anything to move. Before it is timed, a kernel is compared with its torch twin in `sglang_dflash.ops.reference`.
+Without a GPU, Triton's interpreter shows that the script works; its times mean nothing:
 
     TRITON_INTERPRET=1 python3 scripts/bench_kernels.py --batch 1 3 --vocab 2000 --window 64 --context 500 \\
         --out work/kernels
@@ -31,13 +31,15 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
-from sglang_dflash.types import Block, DrawParameters, KVBuffers, KVSplit
+from sglang_dflash.types import Block, BlockInputs, DrawParameters, KVBuffers, KVSplit, States, StateSlots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 BLOCK_SIZE = 16
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
 HIDDEN, INTERMEDIATE = 4096, 12288
+# Of Gated DeltaNet layers, and so many of them: more would not change what one takes.
+KEY_HEADS, VALUE_HEADS, KEY_SIZE, CONV_PLACES, LINEAR_LAYERS = 16, 32, 128, 3, 4
 # What FlashInfer splits for 4 query heads per KV head on an H100.
 ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
 # Committed rows of a block: 6 and 7 in turn.
@@ -68,7 +70,7 @@ def prepare_block(bs: int, args: argparse.Namespace) -> Case:
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     block = Block.empty(bs, BLOCK_SIZE, DEVICE)
     inputs = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1)
-    return Case((*inputs, None, 0, block), bs * (5 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
+    return Case((*inputs, None, 0, True, block), bs * (5 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
 
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
@@ -178,6 +180,50 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
+def verify_block(bs: int, args: argparse.Namespace) -> Case:
+    """One layer."""
+    heads = (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
+    qkv = torch.randn(bs, BLOCK_SIZE, sum(heads) * KEY_SIZE, device=DEVICE).bfloat16()
+    parts = qkv.split([count * KEY_SIZE for count in heads], 2)
+    query, key, value = (part.unflatten(2, (-1, KEY_SIZE)) for part in parts)
+    a, b = torch.randn(2, bs, BLOCK_SIZE, VALUE_HEADS, device=DEVICE).bfloat16()
+    a_log, dt_bias = torch.randn(2, VALUE_HEADS, device=DEVICE)
+    states = torch.randn(bs + 1, VALUE_HEADS, KEY_SIZE, KEY_SIZE, device=DEVICE)
+    slots = 1 + torch.randperm(bs, dtype=torch.int32, device=DEVICE)
+    inputs = block_inputs(1, bs)
+    kept = tuple(x[0] for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta))
+    num_bytes = states[1:].nbytes + qkv.nbytes + value.numel() * 2 + a.nbytes + b.nbytes + sum(x.nbytes for x in kept)
+    return Case((query, key, value, a, b, a_log, dt_bias, states, slots, *kept), num_bytes)
+
+
+def commit_state(bs: int, args: argparse.Namespace) -> Case:
+    inputs, lens = block_inputs(LINEAR_LAYERS, bs), accept_lens(bs)
+    states = States(
+        torch.randn(LINEAR_LAYERS, bs + 1, inputs.conv.shape[3], CONV_PLACES, device=DEVICE).bfloat16(),
+        torch.randn(LINEAR_LAYERS, bs + 1, VALUE_HEADS, KEY_SIZE, KEY_SIZE, device=DEVICE),
+    )
+    current, turn = torch.arange(2 * (bs + 1), dtype=torch.int32, device=DEVICE).view(2, -1)
+    slots = StateSlots(current, torch.zeros(bs + 1, 2, dtype=torch.int64, device=DEVICE), turn)
+    is_due = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    arguments = (states, inputs, slots, 1 + rows(bs), seq_lens(bs, args), lens, 1 << 20, is_due)
+    per_token = sum(x[:, 0, 0].nbytes for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta))
+    num_bytes = 2 * states.temporal[:, 1:].nbytes + 2 * states.conv[:, 1:].nbytes + int(lens.sum()) * per_token
+    return Case(arguments, num_bytes)
+
+
+def block_inputs(num_layers: int, bs: int) -> BlockInputs:
+    block = (num_layers, bs, BLOCK_SIZE)
+    channels = (2 * KEY_HEADS + VALUE_HEADS) * KEY_SIZE
+    conv = torch.randn(num_layers, bs, BLOCK_SIZE + CONV_PLACES - 1, channels, device=DEVICE).bfloat16()
+    return BlockInputs(
+        conv=conv.unfold(2, CONV_PLACES, 1),
+        key=torch.randn(*block, KEY_HEADS, KEY_SIZE, device=DEVICE).bfloat16(),
+        value=torch.randn(*block, VALUE_HEADS, KEY_SIZE, device=DEVICE).bfloat16(),
+        log_decay=-torch.rand(*block, VALUE_HEADS, device=DEVICE),
+        beta=torch.rand(*block, VALUE_HEADS, device=DEVICE),
+    )
+
+
 def seq_lens(bs: int, args: argparse.Namespace) -> torch.Tensor:
     return torch.randint(args.context // 2, args.context, (bs,), device=DEVICE)
 
@@ -203,6 +249,8 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     sample_rows,
     apply_penalties,
     linear_few_rows,
+    verify_block,
+    commit_state,
 ]
 
 

@@ -348,7 +348,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
     serving.add_argument("--prefill-graphs", action="store_true", help="leave SGLang its CUDA graphs of prefills")
-    parser.add_argument("--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 4 for small")
+    parser.add_argument(
+        "--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
+    )
     parser.add_argument("--adaptive", action="store_true", help="serve with --speculative-adaptive")
     parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
     parser.add_argument(

@@ -46,6 +46,8 @@ class Block:
         seq_lens: [P], committed tokens that have KV; the bonus token's position.
         parameters: how the target's tokens are drawn.
         seed: [1], of those draws.
+        is_plain: [1], whether all requests are accepted by the plain rule, 1 or 0; then recurrent states advance
+            right after it.
     """
 
     input_ids: torch.Tensor
@@ -55,13 +57,19 @@ class Block:
     seq_lens: torch.Tensor
     parameters: DrawParameters
     seed: torch.Tensor
+    is_plain: torch.Tensor
 
     @classmethod
     def empty(cls, bs: int, block_size: int, device: torch.device) -> Block:
         rows = torch.empty((3, bs * block_size), dtype=torch.int64, device=device)
         requests = torch.empty((2, bs), dtype=torch.int64, device=device)
-        seed = torch.zeros(1, dtype=torch.int64, device=device)
-        return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), seed)
+        return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), *cls.scalars(device))
+
+    @staticmethod
+    def scalars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`seed` and `is_plain`."""
+        seed, is_plain = torch.zeros((2, 1), dtype=torch.int64, device=device).unbind()
+        return seed, is_plain
 
     def take(self, bs: int, block_size: int) -> Block:
         """Views of the first `bs` requests."""
@@ -74,7 +82,57 @@ class Block:
             self.seq_lens[:bs],
             self.parameters.take(bs),
             self.seed,
+            self.is_plain,
         )
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of Gated DeltaNet layers, in slots; slot 0 is for padding. L layers, S + 1 tokens of a convolution.
+
+    Attributes:
+        conv: [L, slots, C, S], the last inputs of the convolution.
+        temporal: [L, slots, HV, V, K] float32, as in `ops.reference.delta_rule`.
+    """
+
+    conv: torch.Tensor
+    temporal: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What Gated DeltaNet layers computed of every token of a verified block, from which states are computed again.
+
+    Row i is that of the i-th request of the batch, B tokens of a block.
+
+    Attributes:
+        conv: [L, rows, B, C, S], the state of the convolution after every token; may overlap in memory.
+        key: [L, rows, B, H, K], before its norm.
+        value: [L, rows, B, HV, V].
+        log_decay: [L, rows, B, HV] float32.
+        beta: [L, rows, B, HV] float32.
+    """
+
+    conv: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """Which slots the states of a request are in, by its row of `req_to_token`; row 0 is for padding.
+
+    Attributes:
+        current: [rows] int32, of its last committed token; 0 for padding.
+        kept: [rows, N] int64, N = 1 or 2, which take turns in what is kept for the prefix cache; None: nothing is.
+        turn: [rows] int32: the state after i * interval tokens is kept in the (turn + i) % N-th of them; not negative.
+    """
+
+    current: torch.Tensor
+    kept: torch.Tensor | None
+    turn: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ TARGETS = {
         | {
             "architectures": ["Glm4MoeLiteForCausalLM"],
             "model_type": "glm4_moe_lite",
+            # Another name of qk_rope_head_dim there.
+            "head_dim": 32,
             "mlp_layer_types": ["dense"] + ["sparse"] * (NUM_LAYERS - 1),
         },
         has_experts=True,

@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.pairs import STATE_SLOTS
 from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
 
@@ -187,6 +188,11 @@ def engine_arguments(
         "random_seed": 1,
         "log_level": "warning",
     }
+    if configuration.target in STATE_SLOTS:
+        # Left alone, SGLang gives states about half of the memory.
+        running = max(workload.concurrency)
+        slots = STATE_SLOTS[configuration.target] * running
+        arguments |= {"max_running_requests": running, "max_mamba_cache_size": slots}
     if serving is None:
         arguments["cuda_graph_bs_decode"] = workload.concurrency
     else:

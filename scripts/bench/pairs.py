@@ -64,6 +64,44 @@ _WINDOWED = {
     "num_target_layers": 6,
     "dflash_config": {"mask_token_id": 4095, "target_layer_ids": [1, 2, 3]},
 }
+# Gated DeltaNet layers, and every fourth one with full attention.
+_QWEN3_5_9B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 248320,
+}
+_QWEN3_5_9B_DFLASH = _QWEN3_8B_DFLASH | {
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
+    "max_position_embeddings": 262144,
+    "num_target_layers": 32,
+    "rope_theta": 10000000,
+    "vocab_size": 248320,
+}
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-8b-dflash": _QWEN3_8B_DFLASH,
@@ -77,9 +115,49 @@ SHAPES = {
     "shallow": _QWEN3_8B | {"num_hidden_layers": 6, "max_window_layers": 6},
     "shallow-dflash": _QWEN3_8B_DFLASH
     | {"num_target_layers": 6, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 2, 3]}},
+    "qwen3.5-9b": _QWEN3_5_9B,
+    "qwen3.5-9b-dflash": _QWEN3_5_9B_DFLASH,
+    "qwen3.5-27b": _QWEN3_5_9B
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+    },
+    "qwen3.5-27b-dflash": _QWEN3_5_9B_DFLASH
+    | {
+        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_target_layers": 64,
+    },
+    "qwen3.5-35b-a3b": {name: value for name, value in _QWEN3_5_9B.items() if name != "intermediate_size"}
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3.5-35b-a3b-dflash": _QWEN3_5_9B_DFLASH
+    | {
+        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]},
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "num_target_layers": 40,
+    },
     "small": _QWEN3_8B | _SMALL | {"num_hidden_layers": 6},
     "small-dflash": _QWEN3_8B_DFLASH | _SMALL | _WINDOWED,
 }
+# Of the targets with recurrent layers, the slots for states that SGLang gives a request under overlap scheduling.
+STATE_SLOTS = dict.fromkeys(("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"), 5)
 
 
 @dataclass(frozen=True)
@@ -105,6 +183,11 @@ PAIRS = {
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
     "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
+    "qwen3.5-9b": Pair("qwen3.5-9b", "qwen3.5-9b-dflash", is_dummy=True, accept_length=5, share=(0.8, 0.5)),
+    "qwen3.5-27b": Pair("qwen3.5-27b", "qwen3.5-27b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
+    "qwen3.5-35b-a3b": Pair(
+        "qwen3.5-35b-a3b", "qwen3.5-35b-a3b-dflash", is_dummy=True, accept_length=5, share=(1.2, 1.1)
+    ),
     "small": Pair("small", "small-dflash", is_dummy=True, accept_length=4, share=(0.02, 0.02)),
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.common import is_flashinfer_available
 
@@ -92,8 +93,39 @@ class ReplayPlan(_BackendPlan):
         self._lay_out(batch)
 
 
+class HybridPlan:
+    """Full attention beside recurrent layers, which look for the slots of their states and for nothing else."""
+
+    def __init__(self, backend: HybridLinearAttnBackend, full_attention: BlockPlan) -> None:
+        self._backend, self._full_attention = backend, full_attention
+        self.needs_host_lens = full_attention.needs_host_lens
+
+    def capture(self, batch: ForwardBatch) -> None:
+        self._full_attention.capture(batch)
+        self._lay_out_states(batch)
+
+    def record(self, batch: ForwardBatch) -> None:
+        self._full_attention.record(batch)
+        self._lay_out_states(batch)
+
+    def before_replay(self, batch: ForwardBatch) -> None:
+        self._full_attention.before_replay(batch)
+
+    def _lay_out_states(self, batch: ForwardBatch) -> None:
+        # As if the batch were captured: so SGLang does not count its padding on the host. Padded requests are those of
+        # row 0 of `req_to_token`, whose state is in slot 0, and nobody's.
+        self._backend.linear_attn_backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def parts(backend: AttentionBackend) -> list[AttentionBackend]:
+    """The backends that a model's layers have: one for full attention, and one for recurrent layers if it has any."""
+    return backend.attn_backend_list if isinstance(backend, HybridLinearAttnBackend) else [backend]
+
+
 def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
     """The leanest plan that a backend allows; it is made before the backend has buffers for graphs."""
+    if isinstance(backend, HybridLinearAttnBackend):
+        return HybridPlan(backend, block_plan(backend.full_attn_backend, block_size))
     # Imported here: without a GPU's libraries there are no such backends.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -130,6 +162,7 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
     """
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+    backend, whole = parts(backend)[0], whole and parts(whole)[0]
     is_flashinfer = _is_flashinfer(backend)
     if not is_flashinfer and type(backend) is not TritonAttnBackend:
         return
@@ -155,7 +188,7 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
 
 def is_planned_from_bounds(backend: AttentionBackend) -> bool:
     """Whether a backend that asks for sequence lengths on the CPU needs no more than upper bounds for blocks."""
-    return _is_flashinfer(backend)
+    return _is_flashinfer(parts(backend)[0])
 
 
 def _is_flashinfer(backend: AttentionBackend) -> bool:

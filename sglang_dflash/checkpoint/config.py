@@ -17,6 +17,15 @@ ARCHITECTURE = "DFlashDraftModel"
 # `speculators_model_type` of a checkpoint in the speculators format.
 SPECULATORS = "dflash"
 
+# The targets with recurrent layers that are served: Gated DeltaNet beside full attention.
+HYBRID_ARCHITECTURES = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+)
+
 # Attention backends that limit the keys on both sides of a query. The others limit those on its left, and those on its
 # right by causality only.
 TWO_SIDED_BACKENDS = ("fa3", "torch_native", "triton")
@@ -152,10 +161,11 @@ class DFlashConfig:
         """A sentence for every field that does not fit the target."""
         where = f"drafter {self.path}"
         found = []
-        if target.is_recurrent:
+        if target.is_recurrent and target.architecture not in HYBRID_ARCHITECTURES:
             found.append(
                 f"the target {target.path} ({target.architecture}) has recurrent layers (Mamba, linear attention), "
-                "whose state DFLASH cannot take back to the accepted prefix yet."
+                "whose state DFLASH cannot take back to the accepted prefix; of such targets it serves "
+                f"{', '.join(HYBRID_ARCHITECTURES)}."
             )
         if self.hidden_size != target.hidden_size:
             found.append(

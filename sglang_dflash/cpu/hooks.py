@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import xgrammar
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
+from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
 
@@ -76,6 +79,40 @@ def _skip_batch_invariant_mode(original: Callable, runner: ModelRunner) -> None:
         original(runner)
 
 
+def _gated_rmsnorm(norm: RMSNorm, x: Tensor, z: Tensor) -> Tensor:
+    """RMS norm of x, [rows, N], times the activation of z."""
+    assert norm.norm_before_gate and norm.group_size is None
+    return _gated(x, norm.weight, norm.eps, z, norm.activation)
+
+
+def _fused_gated_rmsnorm(norm: FusedRMSNormGated, x: Tensor, g: Tensor) -> Tensor:
+    """RMS norm of x, [rows, N], times the activation of g."""
+    return _gated(x, norm.weight, norm.eps, g, norm.activation)
+
+
+def _gated(x: Tensor, weight: Tensor, eps: float, gate: Tensor, activation: str) -> Tensor:
+    widened, gate = x.float(), gate.float()
+    normed = widened * torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * (gate.sigmoid() if activation == "sigmoid" else silu(gate))).to(x.dtype)
+
+
+def _add_gated_shared_expert(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """Add the shared expert's output, [T, H], as far as its gate, [H], opens, to the routed experts', [T, H]."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    final_hidden_states += (gate[:, None] * shared_output.float()).to(final_hidden_states.dtype)
+
+
+def _supports_extra_buffer(original: Callable, view: Any, hf_config: Any) -> bool:
+    algorithm = view.speculative_algorithm
+    return algorithm is not None and algorithm.upper() == "DFLASH" and original(view, hf_config)
+
+
+def _platform_supports_extra_buffer() -> bool:
+    return True
+
+
 CPU_HOOKS: list[Hook] = [
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
@@ -104,5 +141,41 @@ CPU_HOOKS: list[Hook] = [
         function=_skip_batch_invariant_mode,
         why="--enable-deterministic-inference replaces matrix products by Triton kernels and finds no accelerator",
         until="it has batch-invariant operators for a CPU, or leaves PyTorch's alone there",
+    ),
+    Hook(
+        target="sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward",
+        kind=HookType.REPLACE,
+        function=_gated_rmsnorm,
+        why="the norm of Qwen3.5's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+        kind=HookType.REPLACE,
+        function=_fused_gated_rmsnorm,
+        why="the norm of Qwen3-Next's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        kind=HookType.REPLACE,
+        function=_add_gated_shared_expert,
+        why="the gate of a shared expert launches a Triton kernel",
+        until="it has a torch version for a CPU",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+        kind=HookType.AROUND,
+        function=_supports_extra_buffer,
+        why="--mamba-radix-cache-strategy auto would choose extra_buffer without speculation too, where decoding pins "
+        "memory and launches a Triton kernel to keep states",
+        until="SGLang keeps states of decoding requests on a CPU",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+        kind=HookType.REPLACE,
+        function=_platform_supports_extra_buffer,
+        why="it refuses the CPU, where DFLASH keeps the states of decoding requests itself",
+        until="SGLang keeps states of decoding requests on a CPU",
     ),
 ]

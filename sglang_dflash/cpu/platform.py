@@ -53,6 +53,7 @@ def activate() -> None:
         _declare_torchvision_ops()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel")
+        sys.modules["sgl_kernel.mamba"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel_mamba")
 
 
 def _declare_torchvision_ops() -> None:

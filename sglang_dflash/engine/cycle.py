@@ -28,6 +28,7 @@ from sglang_dflash.engine.simulate import SimulatedAcceptance
 from sglang_dflash.types import Block
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.logits import VerifyLogits
+from sglang_dflash.verify.recurrent_state import RecurrentState
 
 
 class Forwards(Protocol):
@@ -86,12 +87,14 @@ class DecodeCycle:
         target_model: nn.Module,
         block_size: int,
         window: DraftWindow | None,
+        states: RecurrentState | None,
         clock: CycleClock,
     ) -> None:
         """
         Args:
             block_size: B.
             window: of the drafter's context; None: it sees all.
+            states: of the target's recurrent layers; None: it has none.
             clock: marked at every point of a cycle.
         """
         self.block_size = block_size
@@ -99,6 +102,7 @@ class DecodeCycle:
         self.draft_runner = draft_runner
         self._model = draft_runner.model
         self._window = window
+        self._states = states
         self._head = DraftHead.of(self._model, target_model.lm_head, get_parallel().tp_group)
         self.logits = VerifyLogits(target_model, get_parallel().tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
@@ -116,6 +120,8 @@ class DecodeCycle:
     def run(self, batch: ForwardBatch, block: Block, in_shards: bool, forwards: Forwards) -> Step:
         """One cycle, in which every request is accepted by the plain rule (`accept_plain`).
 
+        If that is not the rule of all, recurrent states have to be advanced when all is decided.
+
         Args:
             batch: its `input_ids` are `[bonus, mask x (W - 1)]` of every request; the drafts are written there.
             block: of the same requests, in whose memory `batch` is.
@@ -128,6 +134,8 @@ class DecodeCycle:
         with self.logits.in_shards(in_shards):
             output = forwards.verify(batch)
         accepted = self.accept_plain(batch, output, block, in_shards)
+        if self._states is not None:
+            self._states.commit(batch.req_pool_indices, batch.seq_lens, accepted.accept_lens, block.is_plain)
         self.clock.mark(VERIFIED)
         features, _ = self.split_hidden_states(output)
         # Rejected tokens never enter the drafter's context.

@@ -26,7 +26,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
-from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer
+from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
 from sglang_dflash.engine.cycle import DecodeCycle, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.settings import SETTINGS
@@ -203,7 +203,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             buffers.seq_lens,
             # Of the requests of the largest graph; greedy while graphs are captured.
             DrawParameters.greedy(self.max_bs, self.device),
-            torch.zeros(1, dtype=torch.int64, device=self.device),
+            *Block.scalars(self.device),
         )
         # SGLang has given its own backend its buffers by now.
         self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
@@ -265,7 +265,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             has_drafted=torch.cuda.Event(external=True),
         )
         step = self._cycle.run(batch, self._block.take(bs, self.width), in_shards, recorded)
-        backends = (self.attn_backend, self.draft_backend)
+        backends = [*parts(self.attn_backend), self.draft_backend]
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
         # Kept from the last run, which is the captured one: its memory is what a replay fills.

@@ -47,6 +47,7 @@ from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_window_pool
 from sglang_dflash.ops import small_m_linear
 from sglang_dflash.types import Block
+from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
 
@@ -117,9 +118,12 @@ class DFlashWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
+        seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, is_plain=not overruled)
         parts = self._overrule(batch, step, overruled, grammar_barrier)
+        if overruled and self._states is not None:
+            self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
         if on_publish is not None:
             # The scheduler prepares the next cycle.
             on_publish(step.accepted.new_seq_lens)
@@ -136,7 +140,7 @@ class DFlashWorker(BaseSpecWorker):
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
-        block, forward_batch, can_replay = self._block_batch(batch, width, graphs)
+        block, forward_batch, can_replay = self._block_batch(batch, width, is_plain, graphs)
         if can_replay:
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
@@ -196,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _block_batch(
-        self, batch: ScheduleBatch, width: int, graphs: CycleGraphRunner | None
+        self, batch: ScheduleBatch, width: int, is_plain: bool, graphs: CycleGraphRunner | None
     ) -> tuple[Block, ForwardBatch, bool]:
         """Blocks of `[bonus, mask x (width - 1)]`, in the buffers of a graph of their size where there is one; the
         TARGET_VERIFY batch of them; and whether a graph can be replayed for it."""
@@ -212,12 +216,14 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=self._mask_token_id,
             parameters=self._sampler.draw_parameters(batch.sampling_info),
             seed=self._seeds.getrandbits(63),
+            is_plain=is_plain,
             block=block if static is None else static.padded,
         )
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
         batch.input_ids = block.input_ids
         batch.out_cache_loc = block.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
+        forget_prefill(batch)
         batch.seq_lens_cpu = self._host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         batch.spec_info = DFlashVerifyInput(
@@ -242,6 +248,8 @@ class DFlashWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
         self._sampler.begin_prefill(batch)
+        if self._states is not None:
+            self._states.begin_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
@@ -321,8 +329,9 @@ class DFlashWorker(BaseSpecWorker):
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)
         self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        self._states = RecurrentState.of(target_runner, self.block_size)
         self._cycle = DecodeCycle(
-            self.draft_model_runner, target_runner.model, self.block_size, window, self._metrics.clock
+            self.draft_model_runner, target_runner.model, self.block_size, window, self._states, self._metrics.clock
         )
 
     def init_attention_backends(self) -> None:
@@ -371,6 +380,7 @@ class DFlashWorker(BaseSpecWorker):
                 "drafter": self._kv_memory.drafter_bytes_per_token,
             },
             "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
+            "recurrent_states": None if self._states is None else self._states.describe(),
             **self._metrics.snapshot(),
         }
 

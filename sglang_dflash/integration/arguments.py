@@ -32,6 +32,7 @@ from sglang_dflash.checkpoint.config import (
     check_checkpoint_path,
     resolve_block_size,
 )
+from sglang_dflash.verify import recurrent_state
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,10 @@ def handle_dflash(server_args: ServerArgs) -> None:
     cfg = resolving_view(server_args)
     hf_config = read_drafter(server_args)
     drafter = DFlashConfig.from_dict(hf_config.to_dict(), cfg.speculative_draft_model_path)
-    drafter.check_target(target_facts(server_args))
+    target = target_facts(server_args)
+    drafter.check_target(target)
+    if target.is_recurrent:
+        recurrent_state.check_arguments(server_args)
     drafter.check_tensor_parallel(cfg.tp_size)
     check_context_length(server_args, hf_config)
     check_dtypes(server_args)

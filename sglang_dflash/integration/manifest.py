@@ -26,7 +26,7 @@ from sglang_dflash.integration import (
     validate_requests,
 )
 from sglang_dflash.plugin import CREATE_WORKER
-from sglang_dflash.verify import logits, sampler
+from sglang_dflash.verify import logits, recurrent_state, sampler
 from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,37 @@ HOOKS = [
         until="a worker may say what it needs beside the pools",
     ),
     Hook(
+        target="sglang.srt.mem_cache.memory_pool.MambaPool.__init__",
+        kind=HookType.AROUND,
+        function=recurrent_state.allocate_states,
+        why="the state after every verified token takes a hundred times the memory of what it is computed from",
+        until="SGLang keeps the inputs of verified tokens for DFLASH and Gated DeltaNet too",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        kind=HookType.AROUND,
+        function=recurrent_state.leave_memory_for_inputs,
+        why="it reserves the state after every verified token",
+        until="it reserves what the pool of recurrent states allocates",
+    ),
+    Hook(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
+        kind=HookType.REPLACE,
+        function=recurrent_state.verify_and_keep_inputs,
+        why="its kernel keeps the inputs of verified tokens for every slot of the pool, and rounds otherwise than "
+        "decoding does",
+        until="it keeps them for running requests, and rounds as decoding does",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._mamba_can_cache_finished_req",
+        kind=HookType.AROUND,
+        function=recurrent_state.can_cache_finished_request,
+        why="without overlap scheduling, a block that goes on behind the end of a grammar may leave its state in the "
+        "place of one that is kept for the prefix cache",
+        until="it compares the retained tokens with the accepted ones wherever states are kept",
+    ),
+    Hook(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         kind=HookType.AROUND,
         function=request_limits.req_to_token_headroom,
@@ -117,6 +148,13 @@ HOOKS = [
         function=request_limits.leave_room_for_blocks,
         why="a request as large as the KV pool would fail with a 500 when its next block no longer fits",
         until="init_req_max_new_tokens subtracts get_alloc_reserve_per_decode",
+    ),
+    Hook(
+        target="sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+        kind=HookType.AFTER,
+        function=request_limits.leave_last_token_out,
+        why="the next turn of a streaming session would read a rejected draft's KV as that of the last token",
+        until="SGLang counts no KV of a finished request's last token",
     ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

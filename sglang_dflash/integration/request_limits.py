@@ -1,11 +1,14 @@
-"""How many tokens a request may have: room for its blocks in the KV pools, and in its row of `req_to_token`."""
+"""How many tokens a request may have, and leaves behind: room for its blocks in the KV pools, and in its row of
+`req_to_token`."""
 
 from __future__ import annotations
 
 from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_schedule
+from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.integration.arguments import serves_dflash
@@ -67,3 +70,14 @@ def leave_room_for_blocks(result, scheduler, req) -> None:
     params.max_new_tokens = min(params.max_new_tokens, room)
     # Else EOS would be suppressed to the end.
     params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+
+
+def leave_last_token_out(kept: bool, sessions: StreamingSession, req: Req) -> None:
+    """AFTER `StreamingSession.try_cache_finished_req`, which counts a KV slot for every token of the turn.
+
+    The last one may have been chosen by a verification that held a draft in its place: its KV is of the next cycle,
+    which may not have come. So the next turn computes it.
+    """
+    if kept and serves_dflash():
+        kv = sessions.slots[req.session.session_id].kv
+        kv.kv_committed_len = min(kv.kv_committed_len, len(req.origin_input_ids) + len(req.output_ids) - 1)

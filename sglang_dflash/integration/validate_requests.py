@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 import msgspec
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.managers.schedule_batch import Req
@@ -109,6 +110,8 @@ def generate_request(
         watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
         for each in [*params, *({"watermark": watermark} for watermark in watermarks)]:
             check_sampling_params(each, vocab_size)
+        if obj.contains_mm_input() and mambaish_config(manager.model_config) is not None:
+            raise ValueError("image, video and audio are not supported with DFLASH and a target with recurrent layers.")
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])

@@ -28,6 +28,8 @@ _TRITON = f"{_ATTENTION}.triton_backend.TritonAttnBackend"
 _TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
 _LOGITS_OUTPUT = "sglang.srt.layers.logits_processor.LogitsProcessorOutput"
 _RESULT = "sglang.srt.managers.utils.GenerationBatchResult"
+_MAMBA_POOL = "sglang.srt.mem_cache.memory_pool.MambaPool"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _PARAMS = "sglang.srt.sampling.sampling_params"
@@ -204,6 +206,15 @@ USES = (
             f"{_PARAMS}.SamplingParams.min_new_tokens",
         ),
     ),
+    Use(
+        "integration/request_limits.py",
+        "which tokens of a turn the next one of a session finds in its KV slots",
+        (
+            "sglang.srt.managers.schedule_batch.ReqKvInfo.kv_committed_len",
+            "sglang.srt.session.streaming_session.SessionSlot.kv",
+            "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
+        ),
+    ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
     Use(
         "engine/graphs.py",
@@ -280,6 +291,18 @@ USES = (
             f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_custom_mask",
             f"{_TRITON}.init_cuda_graph_state",
             f"{_TRITON}.cuda_graph_kv_indices",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "the backend beside full attention finds the slots of states on the GPU alone, so that a graph can hold it",
+        (
+            f"{_ATTENTION}.hybrid_linear_attn_backend.HybridLinearAttnBackend.attn_backend_list",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_forward_metadata_out_graph",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_cuda_graph_state",
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.init_forward_metadata_out_graph",
+            "sglang.kernels.ops.mamba.mamba_state_indices_triton.fused_replay_state_indices",
         ),
     ),
     Use(
@@ -509,6 +532,67 @@ USES = (
         "integration/update_weights.py",
         "copied for an update of the target, without the drafter",
         ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
+    ),
+    # --- recurrent targets ------------------------------------------------------------------------------------------
+    Use(
+        "verify/recurrent_state.py",
+        "where the inputs of verified tokens take the place of states, and how they are laid out",
+        (
+            f"{_MAMBA_POOL}.SpeculativeState",
+            f"{_MAMBA_POOL}.State",
+            f"{_MAMBA_POOL}.mamba_cache",
+            f"{_MAMBA_POOL}.mem_usage",
+            f"{_MAMBA_POOL}.replayssm_spec_fold",
+            f"{_MAMBA_POOL}._intermediate_conv_window_phys",
+            "sglang.srt.configs.mamba_utils.Mamba2StateShape",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "which verification reads and writes what of them, and leaves the states alone but for the convolutions'",
+        (
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.forward_extend",
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend._init_target_verify_qkv_routing",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._forward_metadata",
+            f"{_ATTENTION}.linear.utils.select_verify_intermediate_state_indices",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton._causal_conv1d_update_kernel",
+        ),
+    ),
+    Use(
+        "ops/reference/delta_rule.py",
+        "rounded as states of decoding requests are",
+        (
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode_kernel",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "which slots a request has, and in which of them the scheduler looks for the state at which boundary",
+        (
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_index_mapping",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_ping_pong_track_buffer_mapping",
+            f"{_SCHEDULE_BATCH}._mamba_radix_cache_v2_req_prepare_for_extend",
+            f"{_RESULTS}._mamba_check_track_boundary",
+            f"{_RESULTS}._mamba_prefix_cache_update",
+            "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent._select_finished_checkpoint",
+            "sglang.srt.runtime_context.mamba_track_grid",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "left out of the batch of a cycle",
+        tuple(f"{_SCHEDULE_BATCH}.mamba_track_{name}" for name in ("indices", "mask", "seqlens")),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "asked for the slots of a running request, and shown no algorithm while it divides memory",
+        (
+            f"{_CONFIGURATOR}._calculate_mamba_ratio",
+            f"{_CONFIGURATOR}.spec_algorithm",
+        ),
     ),
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(

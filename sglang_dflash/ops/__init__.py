@@ -7,6 +7,7 @@ import torch
 if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
+    from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.index_kv import index_kv
     from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
@@ -16,10 +17,12 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.row_max import row_max
     from sglang_dflash.ops.kernels.sample_rows import sample_rows
     from sglang_dflash.ops.kernels.split_kv import split_kv
+    from sglang_dflash.ops.kernels.verify_block import verify_block
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
 else:
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
+    from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.index_kv import index_kv
     from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows
@@ -29,11 +32,13 @@ else:
     from sglang_dflash.ops.reference.row_max import row_max
     from sglang_dflash.ops.reference.sample_rows import sample_rows
     from sglang_dflash.ops.reference.split_kv import split_kv
+    from sglang_dflash.ops.reference.verify_block import verify_block
     from sglang_dflash.ops.reference.write_context_kv import write_context_kv
 
 __all__ = [
     "accept_prefix",
     "apply_penalties",
+    "commit_state",
     "gather_window",
     "index_kv",
     "linear_few_rows",
@@ -43,5 +48,6 @@ __all__ = [
     "row_max",
     "sample_rows",
     "split_kv",
+    "verify_block",
     "write_context_kv",
 ]

@@ -57,7 +57,7 @@ else:
         # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
-# The last three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
+# Three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
 # freed twice or is used after it was freed ends the server. Triton's interpreter is for those who ask for it, and
 # tests of kernels may have set its variable in this process.
 ENV = DEVICE_ENV | {
@@ -67,6 +67,8 @@ ENV = DEVICE_ENV | {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # A server that closes an idle connection at the moment of the next request fails a test that has been busy.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 FLAGS = DEVICE_FLAGS | {
     "model-path": str(TARGET_DIR),
@@ -288,9 +290,10 @@ class Server:
             time.sleep(0.1)
 
 
-def with_plugin(name: str) -> tuple[tuple[str, str], ...]:
-    """The environment in which SGLang finds a plugin of these tests, through the entry point in its folder."""
-    folders = [str(Path(__file__).with_name(f"{name}_plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+def with_plugin(*names: str) -> tuple[tuple[str, str], ...]:
+    """The environment in which SGLang finds plugins of these tests, through the entry points in their folders."""
+    folders = [str(Path(__file__).with_name(f"{name}_plugin")) for name in names]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
     return (("PYTHONPATH", os.pathsep.join(folders)),)
 
 

@@ -57,18 +57,23 @@ def main(kind: str, mode: str, output: str) -> None:
     server_info = engine.get_server_info()["internal_states"][0]
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     kinds = [KINDS[kind][i % len(KINDS[kind])] for i in range(NUM_REQUESTS)]
-    outputs = engine.generate(
-        input_ids=[tokenizer(prompt)["input_ids"] for prompt in load_prompts()[:NUM_REQUESTS]],
-        sampling_params=[
-            {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "sampling_seed": i} | params
-            for i, params in enumerate(kinds)
-        ],
-        custom_logit_processor=[
-            DeepseekOCRNoRepeatNGramLogitProcessor.to_str() if "custom_params" in params else None for params in kinds
-        ],
-        return_logprob=True,
-        top_logprobs_num=2,
-    )
+    # Without speculation, what a seed draws depends on whether another request of the batch has a filter.
+    num_batches = len(KINDS[kind]) if mode == "plain" and kind == "seeded" else 1
+    outputs = [{}] * NUM_REQUESTS
+    for first in range(num_batches):
+        chosen = range(first, NUM_REQUESTS, num_batches)
+        outputs[first::num_batches] = engine.generate(
+            input_ids=[tokenizer(load_prompts()[i])["input_ids"] for i in chosen],
+            sampling_params=[
+                {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "sampling_seed": i} | kinds[i]
+                for i in chosen
+            ],
+            custom_logit_processor=[
+                DeepseekOCRNoRepeatNGramLogitProcessor.to_str() if "custom_params" in kinds[i] else None for i in chosen
+            ],
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
     engine.shutdown()
     results = [
         {

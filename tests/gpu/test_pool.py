@@ -34,7 +34,13 @@ SHAPE = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-ENGINE = {"dtype": "bfloat16", "load_format": "dummy", "disable_prefill_cuda_graph": True}
+ENGINE = {
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "disable_prefill_cuda_graph": True,
+    # Requests are admitted as if they would end early, so that the pool runs full.
+    "schedule_conservativeness": 0.3,
+}
 ENVIRONMENT = {
     # Drafts of dummy weights are all wrong.
     "SGLANG_SIMULATE_ACC_LEN": "8",
@@ -64,8 +70,9 @@ def write_configs(folder: Path) -> dict:
 
 
 def free_memory() -> int:
-    """MiB that no process on the GPU uses, without a CUDA context of our own."""
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    """MiB that no process on the first visible GPU uses, without a CUDA context of our own."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id", device]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
 
 

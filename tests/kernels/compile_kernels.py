@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_dflash.ops.kernels import qk_norm_rope_set_kv
+from sglang_dflash.ops.kernels import pdl
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 
@@ -40,7 +40,7 @@ def main() -> None:
         print(function.__name__, len(compiled.asm["cubin"]), flush=True)
 
     JITFunction.run = compile_only
-    qk_norm_rope_set_kv._has_pdl = lambda device: True
+    pdl.is_available = lambda device: True
     for make in bench_kernels.KERNELS:
         case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)

@@ -28,11 +28,12 @@ def test_matches_reference(bs, block_size, padding, is_greedy, device):
         151669,
         None if is_greedy else parameters,
         2**62 + 12345,
+        is_greedy,
     )
     got, want = (Block.empty(bs + padding, block_size, device) for _ in range(2))
     for block in (got, want):
         # What the last cycle left behind.
-        for tensor in (block.seed, *vars(block.parameters).values()):
+        for tensor in (block.seed, block.is_plain, *vars(block.parameters).values()):
             tensor.fill_(77)
     prepare_block(*args, got)
     reference(*args, want)
@@ -47,7 +48,7 @@ def test_last_positions_of_a_row_stay_in_the_row(device):
     req_to_token = torch.arange(3 * 20, dtype=torch.int32, device=device).view(3, 20)
     bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
     block = Block.empty(1, 8, device)
-    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, block)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, True, block)
     assert block.input_ids.tolist() == [7] + [5] * 7
     assert block.positions.tolist() == list(range(12, 20))
     assert block.out_cache_loc.tolist() == list(range(32, 40))
@@ -58,7 +59,7 @@ def test_padding_is_harmless(device):
     req_to_token = torch.full((3, 20), 9, dtype=torch.int32, device=device)
     block = Block.empty(2, 4, device)
     bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))
-    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, block)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 0, True, block)
     assert block.seq_lens.tolist() == [12, 1] and block.req_pool_indices.tolist() == [1, 0]
     assert block.out_cache_loc.tolist() == [9] * 4 + [0] * 4
 
@@ -71,9 +72,9 @@ def test_requests_are_drawn_as_they_ask_and_padding_is_greedy(device):
     parameters = DrawParameters(temperatures, top_ks, top_ps, min_ps)
     block = Block.empty(2, 4, device)
     for seed in (3, 2**40 + 3):
-        prepare_block(bonus, seq_lens, rows, req_to_token, 5, parameters, seed, block)
+        prepare_block(bonus, seq_lens, rows, req_to_token, 5, parameters, seed, False, block)
         assert block.seed.tolist() == [seed]
         values = [values.tolist() for values in vars(block.parameters).values()]
         assert values == [[0.75, 1.0], [40, 1], [0.25, 1.0], [0.5, 0.0]]
-    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 4, block)
+    prepare_block(bonus, seq_lens, rows, req_to_token, 5, None, 4, True, block)
     assert block.parameters.top_ks.tolist() == [1, 1]

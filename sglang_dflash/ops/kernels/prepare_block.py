@@ -9,8 +9,8 @@ import triton.language as tl
 from sglang_dflash.types import Block, DrawParameters
 
 
-# The number of drawn requests changes between 0 and bs, and the seed with every launch: neither is a reason to compile.
-@triton.jit(do_not_specialize=["num_drawn", "seed"])
+# The number of drawn requests changes between 0 and bs, and the others with every launch: no reason to compile.
+@triton.jit(do_not_specialize=["num_drawn", "seed", "is_plain"])
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -25,6 +25,7 @@ def _prepare_block_kernel(
     min_ps,
     num_drawn,
     seed,
+    is_plain,
     block_ids,
     positions,
     out_cache_loc,
@@ -35,6 +36,7 @@ def _prepare_block_kernel(
     block_top_ps,
     block_min_ps,
     block_seed,
+    block_is_plain,
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -61,6 +63,7 @@ def _prepare_block_kernel(
     tl.store(block_min_ps + request, tl.load(min_ps + request, mask=is_drawn, other=0.0))
     if request == 0:
         tl.store(block_seed, seed.to(tl.int64))
+        tl.store(block_is_plain, is_plain.to(tl.int64))
 
 
 def prepare_block(
@@ -71,6 +74,7 @@ def prepare_block(
     mask_token_id: int,
     parameters: DrawParameters | None,
     seed: int,
+    is_plain: bool,
     block: Block,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.prepare_block.prepare_block`."""
@@ -95,6 +99,7 @@ def prepare_block(
         source.min_ps,
         0 if parameters is None else bs,
         seed,
+        int(is_plain),
         block.input_ids,
         block.positions,
         block.out_cache_loc,
@@ -105,6 +110,7 @@ def prepare_block(
         block.parameters.top_ps,
         block.parameters.min_ps,
         block.seed,
+        block.is_plain,
         BLOCK_SIZE=block_size,
         PADDED=triton.next_power_of_2(block_size),
         num_warps=1,

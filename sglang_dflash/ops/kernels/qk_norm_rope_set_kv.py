@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.norm_rope import norm_rope
 
 # Of one thread block. With a head size of 128, a thread reads 16 bytes of bfloat16 at a time.
@@ -86,12 +85,6 @@ def _qk_norm_rope_set_kv_kernel(
     tl.store(v_buffer + stored_at + HALF, value_high, mask=is_key)
 
 
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one that it follows has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def qk_norm_rope_set_kv(
     qkv: torch.Tensor,
     q_norm_weight: torch.Tensor,
@@ -129,8 +122,8 @@ def qk_norm_rope_set_kv(
         HALF=head_dim // 2,
         HEADS=_HEADS,
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
-        PDL=_has_pdl(qkv.device),
+        PDL=pdl.is_available(qkv.device),
         num_warps=_WARPS,
-        launch_pdl=_has_pdl(qkv.device),
+        launch_pdl=pdl.is_available(qkv.device),
     )
     return out

@@ -15,6 +15,7 @@ def prepare_block(
     mask_token_id: int,
     parameters: DrawParameters | None,
     seed: int,
+    is_plain: bool,
     block: Block,
 ) -> None:
     """Lay out `[bonus, mask x (B - 1)]` for every request, and how its tokens are to be drawn.
@@ -26,6 +27,7 @@ def prepare_block(
         req_to_token: [rows, width] int32, KV slot of every position of every request.
         parameters: of the bs requests; None: all are greedy.
         seed: of the cycle, below 2**63.
+        is_plain: whether all requests are accepted by the plain rule.
         block: written, of P >= bs requests; those behind the first bs become greedy requests of one token, in row 0 of
             `req_to_token` and slot 0 of the KV, which SGLang keeps for padding.
     """
@@ -42,6 +44,7 @@ def prepare_block(
     out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
     out_cache_loc[bs:] = 0
     block.seed.fill_(seed)
+    block.is_plain.fill_(is_plain)
     for name, greedy in vars(DrawParameters.greedy(1, seq_lens.device)).items():
         values = getattr(block.parameters, name)
         values[:] = greedy

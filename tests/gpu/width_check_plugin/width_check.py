@@ -16,13 +16,13 @@ RECORDS = os.environ.get("WIDTH_CHECK_RECORDS")
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.engine import graphs
     from sglang_dflash.engine.adaptive_width import VerifyWidth
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import small_m_linear
+    from sglang_dflash.settings import SETTINGS
 
     # The tiny pair never keeps a GPU computing.
-    graphs.BUSY = 0
+    SETTINGS.busy = 0
     # And its weights are smaller than those for which the kernel for few rows is there.
     small_m_linear.is_faster = lambda weight, num_columns: True
     turns = defaultdict(itertools.count)

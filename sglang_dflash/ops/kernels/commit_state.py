@@ -1,0 +1,228 @@
+"""The recurrent states of the requests after an accepted prefix of their blocks: one launch for the states of all
+layers, and one for those of their convolutions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.ops.kernels.delta_rule import KEYS, key_columns, normalize, update
+from sglang_dflash.types import BlockInputs, States, StateSlots
+
+# Rows of a state per warp: see `verify_block.py`.
+_ROWS = 8
+_CHANNELS = 512
+
+
+@triton.jit
+def _plan(
+    request,
+    current,
+    kept,
+    turn,
+    req_pool_indices,
+    seq_lens,
+    accept_lens,
+    interval,
+    is_due,
+    NUM_KEPT: tl.constexpr,
+):
+    """Of a request: its slot, the slot in which a state is kept, both 0 for none, the accepted tokens, and after which
+    of them a state is kept, if it is after one of them."""
+    req_pool_index = tl.load(req_pool_indices + request).to(tl.int64)
+    slot = tl.where(tl.load(is_due) != 0, tl.load(current + req_pool_index).to(tl.int64), 0)
+    seq_len = tl.load(seq_lens + request)
+    accept_len = tl.load(accept_lens + request).to(tl.int32)
+    boundary = (seq_len + accept_len) // interval
+    kept_step = boundary * interval - seq_len - 1
+    kept_slot = slot * 0
+    if NUM_KEPT > 0:
+        place = (tl.load(turn + req_pool_index) + boundary) % NUM_KEPT
+        kept_slot = tl.load(kept + req_pool_index * NUM_KEPT + place).to(tl.int64)
+    kept_slot = tl.where(kept_step >= 0, kept_slot, 0)
+    return slot, kept_slot, accept_len, kept_step
+
+
+@triton.jit
+def _commit_temporal_kernel(
+    states,
+    state_layer_stride,
+    state_stride,
+    key,
+    value,
+    log_decay,
+    beta,
+    key_layer_stride,
+    key_stride,
+    value_layer_stride,
+    value_stride,
+    gate_layer_stride,
+    gate_stride,
+    current,
+    kept,
+    turn,
+    req_pool_indices,
+    seq_lens,
+    accept_lens,
+    interval,
+    is_due,
+    NUM_KEPT: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    K_TILES: tl.constexpr,
+    V_TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(0) // V_TILES
+    layer = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    slot, kept_slot, accept_len, kept_step = _plan(
+        request, current, kept, turn, req_pool_indices, seq_lens, accept_lens, interval, is_due, NUM_KEPT
+    )
+    if slot == 0:
+        return
+    row = tl.program_id(0) % V_TILES * ROWS + tl.arange(0, ROWS)
+    is_row = row < V
+    column = key_columns(K_TILES)
+    is_column = column < K
+    is_state = is_row[None, :, None] & is_column[:, None, :]
+    states += layer * state_layer_stride + head * V * K + row[None, :, None] * K + column[:, None, :]
+    state = tl.load(states + slot * state_stride, mask=is_state, other=0.0)
+    key += layer * key_layer_stride + request * key_stride + head // (HV // H) * K + column
+    value += layer * value_layer_stride + request * value_stride + head * V + row
+    log_decay += layer * gate_layer_stride + request * gate_stride + head
+    beta += layer * gate_layer_stride + request * gate_stride + head
+
+    # Of the next token: it is on its way while this one is computed with.
+    next_key = tl.load(key, mask=is_column, other=0.0)
+    next_value = tl.load(value, mask=is_row, other=0.0)
+    next_log_decay = tl.load(log_decay)
+    next_beta = tl.load(beta)
+    for step in range(accept_len):
+        token_key, token_value, token_log_decay, token_beta = next_key, next_value, next_log_decay, next_beta
+        has_next = step + 1 < accept_len
+        key += H * K
+        value += HV * V
+        log_decay += HV
+        beta += HV
+        next_key = tl.load(key, mask=is_column & has_next, other=0.0)
+        next_value = tl.load(value, mask=is_row & has_next, other=0.0)
+        next_log_decay = tl.load(log_decay, mask=has_next, other=0.0)
+        next_beta = tl.load(beta, mask=has_next, other=0.0)
+        state = update(state, normalize(token_key), token_value, token_log_decay, token_beta)
+        if (step == kept_step) & (kept_slot > 0):
+            tl.store(states + kept_slot * state_stride, state, mask=is_state)
+    tl.store(states + slot * state_stride, state, mask=is_state)
+
+
+@triton.jit
+def _commit_conv_kernel(
+    states,
+    state_layer_stride,
+    state_stride,
+    inputs,
+    input_layer_stride,
+    input_stride,
+    input_token_stride,
+    input_channel_stride,
+    input_place_stride,
+    current,
+    kept,
+    turn,
+    req_pool_indices,
+    seq_lens,
+    accept_lens,
+    interval,
+    is_due,
+    num_channels,
+    NUM_KEPT: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    layer = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    slot, kept_slot, accept_len, kept_step = _plan(
+        request, current, kept, turn, req_pool_indices, seq_lens, accept_lens, interval, is_due, NUM_KEPT
+    )
+    if slot == 0:
+        return
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < num_channels
+    states += layer * state_layer_stride + channel * PLACES
+    inputs += layer * input_layer_stride + request * input_stride + channel * input_channel_stride
+    for place in tl.static_range(PLACES):
+        of_place = inputs + place * input_place_stride
+        last = tl.load(of_place + (accept_len - 1) * input_token_stride, mask=is_channel)
+        tl.store(states + slot * state_stride + place, last, mask=is_channel)
+        if kept_slot > 0:
+            at_boundary = tl.load(of_place + kept_step * input_token_stride, mask=is_channel)
+            tl.store(states + kept_slot * state_stride + place, at_boundary, mask=is_channel)
+
+
+def commit_state(
+    states: States,
+    inputs: BlockInputs,
+    slots: StateSlots,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    interval: int,
+    is_due: torch.Tensor,
+) -> None:
+    """See :func:`sglang_dflash.ops.reference.commit_state.commit_state`."""
+    bs = seq_lens.shape[0]
+    if bs == 0:
+        return
+    num_layers, _, num_value_heads, value_size, key_size = states.temporal.shape
+    num_key_heads = inputs.key.shape[3]
+    num_channels, places = states.conv.shape[2:]
+    # Where none is kept, nothing is read.
+    kept = slots.current if slots.kept is None else slots.kept
+    plan = (
+        slots.current,
+        kept,
+        slots.turn,
+        req_pool_indices,
+        seq_lens,
+        accept_lens,
+        interval,
+        is_due,
+    )
+    num_kept = 0 if slots.kept is None else slots.kept.shape[1]
+    value_tiles = triton.cdiv(value_size, _ROWS)
+    _commit_temporal_kernel[(num_value_heads * value_tiles, num_layers, bs)](
+        states.temporal,
+        *states.temporal.stride()[:2],
+        inputs.key,
+        inputs.value,
+        inputs.log_decay,
+        inputs.beta,
+        *inputs.key.stride()[:2],
+        *inputs.value.stride()[:2],
+        *inputs.beta.stride()[:2],
+        *plan,
+        NUM_KEPT=num_kept,
+        H=num_key_heads,
+        HV=num_value_heads,
+        K=key_size,
+        V=value_size,
+        K_TILES=triton.next_power_of_2(triton.cdiv(key_size, KEYS.value)),
+        V_TILES=value_tiles,
+        ROWS=_ROWS,
+        num_warps=1,
+    )
+    _commit_conv_kernel[(triton.cdiv(num_channels, _CHANNELS), num_layers, bs)](
+        states.conv,
+        *states.conv.stride()[:2],
+        inputs.conv,
+        *inputs.conv.stride(),
+        *plan,
+        num_channels,
+        NUM_KEPT=num_kept,
+        PLACES=places,
+        CHANNELS=_CHANNELS,
+        num_warps=4,
+    )

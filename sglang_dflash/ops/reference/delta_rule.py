@@ -1,0 +1,61 @@
+"""The gated delta rule of Gated DeltaNet layers, token by token.
+
+Source: Gated Delta Networks (Yang et al., arXiv 2412.06464), as SGLang's decoding computes it on a GPU
+(`kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode`): in float32, whatever the
+dtype of its inputs, but for the strength of an update, which is rounded to that dtype. SGLang's own verification does
+not round it, so that its states part from those of decoding with every token.
+A state maps keys to values: S' = exp(g) S + beta (v - exp(g) S k) k^T, and o = S' q.
+Shapes: T tokens, H key heads, HV value heads, K and V their sizes; value head i has key head i // (HV / H).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import softplus
+
+
+def gates(
+    a_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay and strength of every update.
+
+    Args:
+        a_log: [HV], logarithm of the decay's rate.
+        a: [..., HV], of which the step is made.
+        dt_bias: [HV].
+        b: [..., HV].
+
+    Returns:
+        g = -exp(a_log) softplus(a + dt_bias), and beta = sigmoid(b) in the precision of b, [..., HV] float32.
+    """
+    log_decay = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
+    return log_decay, b.float().sigmoid().to(b.dtype).float()
+
+
+def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:
+    """Queries or keys of length 1, in float32, one for each value head: [..., H, K] to [..., HV, K]."""
+    x = x.float()
+    x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return x.repeat_interleave(num_value_heads // x.shape[-2], dim=-2)
+
+
+def update(
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The state after one more token.
+
+    Args:
+        state: [..., HV, V, K] float32, left alone.
+        key: [..., HV, K] float32, of :func:`normalize`.
+        value: [..., HV, V].
+        log_decay: [..., HV] float32, of :func:`gates`.
+        beta: [..., HV] float32, of :func:`gates`.
+    """
+    state = state * log_decay.exp()[..., None, None]
+    change = (value.float() - (state * key[..., None, :]).sum(-1)) * beta[..., None]
+    return state + change[..., None] * key[..., None, :]
+
+
+def read(state: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What a query finds in a state, [..., HV, V]; query: [..., HV, K] float32, of :func:`normalize`."""
+    return (state * query[..., None, :]).sum(-1) * query.shape[-1] ** -0.5

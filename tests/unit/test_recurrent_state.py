@@ -1,0 +1,69 @@
+"""The memory of recurrent states: what SGLang is told of it is what its pool then takes."""
+
+from types import SimpleNamespace
+
+import hybrid
+import pytest
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from test_memory import configurator, kv_dtype, served, server_args
+
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.verify.recurrent_state import RecurrentState
+
+BUDGET = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    target = hybrid.write_config(folder / "target", "Qwen3_5ForCausalLM")
+    return target, hybrid.write_drafter(folder / "drafter")
+
+
+def allocate(args, target, num_requests):
+    """The pool of a server with `BUDGET` bytes for states and KV, and what it has left of them to KV."""
+    with served(args):
+        kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(is_draft_worker=False))
+        left = kvc._handle_max_mamba_cache(BUDGET / 2**30) * 2**30
+        config = MemoryPoolConfig(max_total_num_tokens=1000, max_running_requests=num_requests)
+        sizes = kvc._derive_pool_sizes(config=config)
+        return kvc._init_pools(sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None), left
+
+
+@pytest.fixture(autouse=True)
+def conv_dtype(monkeypatch):
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+@pytest.mark.parametrize("slots", [None, 30])
+def test_states_and_inputs_take_what_is_counted(pair, slots):
+    args = server_args(*pair, max_running_requests=6, max_mamba_cache_size=slots)
+    args.resolve_once()
+    pools, left = allocate(args, pair[0], num_requests=6)
+
+    with served(args):
+        states = RecurrentState.of(SimpleNamespace(req_to_token_pool=pools.req_to_token_pool, page_size=1), 16)
+    described = states.describe()
+    taken = described["bytes_per_slot"] * (described["slots"] + 1)
+    taken += described["verify_bytes_per_request"] * (described["running_requests"] + 1)
+    assert described["running_requests"] == 6
+    assert slots is None or described["slots"] == slots
+    assert BUDGET - left == pytest.approx(taken, rel=1e-6)
+
+
+def test_blocks_that_are_longer_than_half_an_interval(pair):
+    args = server_args(*pair, max_running_requests=2, max_mamba_cache_size=30, mamba_track_interval=64)
+    args.resolve_once()
+    pools, _ = allocate(args, pair[0], num_requests=2)
+    runner = SimpleNamespace(req_to_token_pool=pools.req_to_token_pool, page_size=1)
+
+    with served(args):
+        assert RecurrentState.of(runner, 32).describe()["track_interval"] == 64
+        with pytest.raises(ConfigError, match=r"^--mamba-track-interval 64: .* set at least 66"):
+            RecurrentState.of(runner, 33)
+
+
+def test_a_target_without_recurrent_layers():
+    assert RecurrentState.of(SimpleNamespace(req_to_token_pool=torch.empty(0)), 16) is None
