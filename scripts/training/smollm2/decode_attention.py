@@ -15,22 +15,26 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Te
     """Every row's query sees the keys up to `position`, its own.
 
     Args:
-        queries: [N, H, D], of any strides.
+        queries: [N, H, D], of any strides but the last.
         keys, values: [N, G, length, D], contiguous; a key/value head serves H / G query heads that follow each other.
         position: [1] int64 on the device, so that one CUDA graph serves every step.
 
     Returns:
         [N, H, D].
     """
-    if queries.is_cuda:
-        return _triton_decode_attention(queries, keys, values, position)
+    attend = triton_decode_attention if queries.is_cuda else torch_decode_attention
+    return attend(queries, keys, values, position)
+
+
+def torch_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    """See :func:`decode_attention`; what is masked must be finite."""
     visible = torch.arange(keys.shape[2], device=keys.device) <= position
-    return F.scaled_dot_product_attention(queries[:, :, None], keys, values, attn_mask=visible[None], enable_gqa=True)[
-        :, :, 0
-    ]
+    out = F.scaled_dot_product_attention(queries[:, :, None], keys, values, attn_mask=visible[None], enable_gqa=True)
+    return out[:, :, 0]
 
 
-def _triton_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+def triton_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    """See :func:`decode_attention`; D is a power of two of at least 16, and H / G at most 16."""
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
