@@ -60,6 +60,9 @@ def run(settings: Settings) -> None:
 
     results = {}
     for kind, texts in read_json(settings.work / "eval_prompts.json").items():
+        # Of few conversations, none may be held out that chats can begin with.
+        if not texts:
+            continue
         messages = [[{"role": "user", "content": text}] for text in texts]
         chats = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
         prompts = sorted((tokenizer.encode(chat) for chat in chats), key=len)
