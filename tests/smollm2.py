@@ -11,9 +11,9 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<control_{i
 MERGES = [("h", "e"), ("he", "l"), ("Ġ", "t"), ("1", "2")]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    + SYSTEM
-    + "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\n" + SYSTEM + "<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS, CONTEXT = 64, 96, 3, 4, 2, 512

@@ -1,4 +1,4 @@
-"""Compile every kernel of scripts/bench_kernels.py, and that of the training, for a Hopper GPU, which need not be there.
+"""Compile the kernels of scripts/bench_kernels.py and of the training for a Hopper GPU, which need not be there.
 
 A program of its own, since Triton decides once per process whether it compiles or interprets.
 usage: compile_kernels.py

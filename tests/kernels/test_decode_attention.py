@@ -4,7 +4,9 @@ import pytest
 import torch
 from training.smollm2.decode_attention import torch_decode_attention, triton_decode_attention
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
+DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 
 
 def fused_queries(num_rows, num_heads, num_kv_heads, head_dim, dtype, device):
@@ -13,7 +15,7 @@ def fused_queries(num_rows, num_heads, num_kv_heads, head_dim, dtype, device):
     return qkv[:, :num_heads]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "num_heads", "num_kv_heads", "head_dim"), [(3, 9, 3, 64), (1, 16, 1, 32), (2, 5, 5, 16)]
 )
@@ -31,8 +33,8 @@ def test_matches_reference(num_rows, num_heads, num_kv_heads, head_dim, length, 
 
 
 def test_reads_nothing_after_its_position(device):
-    queries = fused_queries(2, 9, 3, 64, torch.float32, device)
-    keys, values = torch.randn(2, 2, 3, 100, 64, device=device)
+    queries = fused_queries(2, 9, 3, 64, torch.float16, device)
+    keys, values = torch.randn(2, 2, 3, 100, 64, device=device, dtype=torch.float16)
     position = torch.tensor([40], device=device)
     expected = triton_decode_attention(queries, keys, values, position)
     keys[:, :, 41:] = float("nan")

@@ -146,6 +146,7 @@ def test_tiny_pair(tmp_path):
     """The command line, and a pair whose target is trained too."""
     command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", "tiny", "--device", "cpu", "--smoke"]
     command += ["--out", tmp_path / "pair", "--work", tmp_path / "work"]
+    command += ["--target-steps", "4", "--drafter-steps", "4"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500)
 
     assert run.returncode == 0, run.stderr[-4000:]
