@@ -120,8 +120,8 @@ def ask(args: argparse.Namespace) -> None:
         f"{fastest['tokens_per_second']:.1f} tokens/s, {fastest['accept_length']:.2f} tokens per decode cycle"
     )
     if worker:
-        of_length = ", ".join(f"{i + 1}: {count}" for i, count in enumerate(fastest["histogram"]))
-        print(f"[{args.name}] decode cycles by the number of tokens that they gave: {of_length}")
+        of_length = ", ".join(f"{i + 1}: {count}" for i, count in enumerate(fastest["histogram"]) if count)
+        print(f"[{args.name}] decode cycles by the tokens that they gave: {of_length}")
 
 
 class TokenView:
@@ -132,7 +132,7 @@ class TokenView:
         self.coloured = coloured
         self.tokens: list[int] = []
         self.printed = ""
-        self.num_drafts = self.num_cycles = 0
+        self.num_drafts = self.num_chunks = 0
         self.is_marked = False
 
     def legend(self) -> str:
@@ -143,20 +143,24 @@ class TokenView:
         return f"\033[2m{text}\033[0m" if self.coloured else text
 
     def show(self, chunk: dict) -> None:
-        """Print what a chunk adds. A cycle's tokens are its accepted drafts and then one of the target's own."""
+        """Print what a chunk adds: a cycle's tokens are its accepted drafts and then one of the target's own."""
         new = chunk["output_ids"][len(self.tokens) :]
-        meta_info = chunk["meta_info"]
-        num_drafts = meta_info.get("spec_num_correct_drafts", 0) - self.num_drafts
-        num_cycles = meta_info.get("spec_verify_ct", 0) - self.num_cycles
+        num_drafts = max(0, len(new) - 1)
+        if chunk["meta_info"]["finish_reason"] is not None:
+            # The last cycle may have been cut among its drafts; only now SGLang says how many there were.
+            num_drafts = chunk["meta_info"].get("spec_num_correct_drafts", 0) - self.num_drafts
         self.num_drafts += num_drafts
-        self.num_cycles += num_cycles
+        self.num_chunks += 1
         for i, token in enumerate(new):
             self.tokens.append(token)
-            # Which tokens of several cycles were drafted is not known: a busy server joins chunks.
-            self._print(is_draft=num_cycles == 1 and i < num_drafts)
+            self._print(is_draft=i < num_drafts)
 
-    def end(self) -> None:
+    def end(self, num_cycles: int) -> None:
+        """After the last chunk, of an answer that took so many decode cycles."""
         self._mark(False)
+        num_joined = num_cycles + 1 - self.num_chunks
+        if num_joined > 0:
+            print(f"\n({num_joined} cycles arrived with the next one: the target's token between them is marked too)")
 
     def _print(self, is_draft: bool) -> None:
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
@@ -180,12 +184,12 @@ def answer(http: requests.Session, url: str, body: dict, view: TokenView | None 
         if view:
             view.show(chunk)
     seconds = time.perf_counter() - sent
-    if view:
-        view.end()
     meta_info = chunk["meta_info"]
     tokens = meta_info["completion_tokens"]
     # The first token comes from the prompt's forward, the rest from decode cycles.
     cycles = meta_info.get("spec_verify_ct") or tokens - 1
+    if view:
+        view.end(cycles)
     return {
         "text": chunk["text"],
         "tokens": tokens,
