@@ -29,6 +29,7 @@ ENGINE = {
 # As in test_target_classes.py.
 EXACT = {"dtype": "float32", "attention_backend": "triton", "enable_deterministic_inference": True}
 EXACT_ENV = {
+    "FLOAT32_NORMS": "1",
     "TRITON_F32_DEFAULT": "ieee",
     "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "1",
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
@@ -48,7 +49,7 @@ RETRACTED = {
     "SGLANG_TEST_RETRACT_INTERVAL": "11",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
-TIE = 0.5
+TIE = 0.25
 
 
 def call(prompts: list[list[int]], num_tokens: int) -> dict:
@@ -64,7 +65,8 @@ class Case:
         self._folder = folder
         target = hybrid.write_target(folder / "target", architecture, **sizes)
         self._drafter = hybrid.write_drafter(folder / "drafter", head_dim=sizes["head_dim"])
-        self._engine, self._env = ENGINE | flags | {"model_path": str(target)}, env
+        self._engine = ENGINE | flags | {"model_path": str(target)}
+        self._env = env | {"PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
 
     def write(self, prompts: list[list[int]], num_tokens: int) -> list[dict]:
         """The target's own text."""
@@ -79,7 +81,6 @@ class Case:
         path = self._folder / "drafts.json"
         path.write_text(json.dumps(known))
         env = self._env | env | {"ORACLE_DRAFTS": str(path)}
-        env["PYTHONPATH"] = f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
         engine = self._engine | DFLASH | {"speculative_draft_model_path": str(self._drafter)} | flags
         answers, described = run(self._folder, engine, calls, env)
         assert described["worker"] == "DFlashWorker"
@@ -93,10 +94,10 @@ def part_of(plain: dict, begin: int, num_tokens: int) -> dict:
     return {"output_ids": plain["output_ids"][span], "meta_info": {"output_top_logprobs": top}}
 
 
-def is_tie(want: dict, got: dict, tie: float) -> bool:
-    differs = first_difference(want, got)
-    best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][differs][:2])
-    return best - second <= tie
+def lead(want: dict, got: dict) -> float:
+    """Of the best token over the second, in nats, where two answers part."""
+    best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][first_difference(want, got)][:2])
+    return best - second
 
 
 def check_texts(case: Case, flags: dict, env: dict, tie: float) -> None:
@@ -117,17 +118,22 @@ def check_texts(case: Case, flags: dict, env: dict, tie: float) -> None:
     # Of a state for each of a block's tokens.
     dense = hybrid.BLOCK_SIZE * states["bytes_per_slot"]
     assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * dense
-    same, hits = 0, 0
+    same, hits, leads = 0, 0, [0.0]
     for begin, some in zip(begins, answers, strict=True):
         for answer, own in zip(some, plain, strict=True):
             want = part_of(own, begin, len(answer["output_ids"]))
             if first_difference(want, answer) is None:
                 same += 1
             else:
-                assert is_tie(want, answer, tie), f"from {begin}: {describe_difference(want, answer)}"
+                leads.append(lead(want, answer))
+                assert leads[-1] <= tie, f"from {begin}: {describe_difference(want, answer)}"
             hits += begin > 0 and answer["meta_info"]["cached_tokens"] >= INTERVAL
-    print(f"\n{same} of {len(texts)} identical, {hits} of {len(CUTS) * len(prompts)} from the cache")
-    assert same >= (1.0 if tie == 0 else 0.5) * len(texts)
+    print(
+        f"\n{same} of {len(texts)} identical, the others part at a tie, {max(leads):.4f} nats at most; "
+        f"{hits} of {len(CUTS) * len(prompts)} from the cache"
+    )
+    # A random target is unsure of every token, and bf16 leaves ties in most of its texts.
+    assert same >= (1.0 if tie == 0 else 0.15) * len(texts)
     # Retracted requests may have lost theirs.
     assert hits >= (0.25 if env else 0.75) * len(CUTS) * len(prompts)
     if not env and tie == 0:
@@ -176,7 +182,7 @@ def test_wrong_drafts_leave_nothing(backend, tmp_path):
     if differs is None:
         assert answer["meta_info"]["spec_verify_ct"] == 512
     else:
-        assert not is_exact and is_tie(plain, answer, TIE)
+        assert not is_exact and lead(plain, answer) <= TIE
 
 
 @pytest.mark.gpu
