@@ -3,7 +3,7 @@
 With these, a target of any class shows whether every row of its verification is right, without a trained drafter.
 SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH. `ORACLE_DRAFTS` names a
 JSON file: a list of `{"input_ids", "output_ids"}` of requests that are to be drafted for, wrong drafts included;
-without it, only the weights are here. With `FLOAT32_NORMS`, Gemma's norms are torch's: SGLang's kernel takes no float32.
+without it, only the weights are here. With `FLOAT32_NORMS` Gemma's norms are torch's, as SGLang's take no float32.
 """
 
 from __future__ import annotations
