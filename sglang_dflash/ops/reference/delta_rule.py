@@ -39,21 +39,32 @@ def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:
     return x.repeat_interleave(num_value_heads // x.shape[-2], dim=-2)
 
 
-def update(
+def change(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The state after one more token.
+    """What a token puts into the state at its key, [..., HV, V] float32.
 
     Args:
-        state: [..., HV, V, K] float32, left alone.
+        state: [..., HV, V, K] float32, before the token.
         key: [..., HV, K] float32, of :func:`normalize`.
         value: [..., HV, V].
         log_decay: [..., HV] float32, of :func:`gates`.
         beta: [..., HV] float32, of :func:`gates`.
     """
-    state = state * log_decay.exp()[..., None, None]
-    change = (value.float() - (state * key[..., None, :]).sum(-1)) * beta[..., None]
-    return state + change[..., None] * key[..., None, :]
+    found = (state * key[..., None, :]).sum(-1) * log_decay.exp()[..., None]
+    return (value.float() - found) * beta[..., None]
+
+
+def put(state: torch.Tensor, key: torch.Tensor, changed: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """The state after one more token, [..., HV, V, K]; changed: of :func:`change`, the others as there."""
+    return state * log_decay.exp()[..., None, None] + changed[..., None] * key[..., None, :]
+
+
+def update(
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The state after one more token; arguments of :func:`change`."""
+    return put(state, key, change(state, key, value, log_decay, beta), log_decay)
 
 
 def read(state: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
