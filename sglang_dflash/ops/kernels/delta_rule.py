@@ -1,8 +1,8 @@
 """The gated delta rule of Gated DeltaNet layers, for every kernel that advances a state or reads it.
 
-See :mod:`sglang_dflash.ops.reference.delta_rule`. All W tokens of a block at once: with S the state before it, decay(i)
-the product of the decays of tokens 0 to i, decay(i, j) that of tokens j + 1 to i, and keys and queries of length 1, what
-token i puts into the state at its key, and what it reads, are
+See :mod:`sglang_dflash.ops.reference.delta_rule`. All W tokens of a block at once: with S the state before it,
+decay(i) the product of the decays of tokens 0 to i, decay(i, j) that of tokens j + 1 to i, and keys and queries of
+length 1, what token i puts into the state at its key, and what it reads, are
 
     u_i = beta_i (v_i - decay(i) S k_i - sum over j < i of decay(i, j) (k_i k_j) u_j)
     o_i = decay(i) S q_i + sum over j <= i of decay(i, j) (q_i k_j) u_j

@@ -90,9 +90,10 @@ def _verify_block_kernel(
     log_decay, beta = gates(head_a_log, block_a, head_dt_bias, block_b)
     # Tokens behind the block put nothing into the state.
     log_decay, beta = tl.where(is_token, log_decay, 0.0), tl.where(is_token, beta, 0.0)
+    key_out += request * key_out_stride + (token[:, None] * H + key_head) * K + column[None, :]
     if tl.program_id(0) == 0:
+        # One of the value heads that share it.
         if head % (HV // H) == 0:
-            key_out += request * key_out_stride + (token[:, None] * H + key_head) * K + column[None, :]
             tl.store(key_out, given_key, mask=is_key)
         tl.store(log_decay_out + request * log_decay_out_stride + token * HV + head, log_decay, mask=is_token)
 
