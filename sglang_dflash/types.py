@@ -108,7 +108,7 @@ class BlockInputs:
     Attributes:
         conv: [L, rows, B, C, S], the state of the convolution after every token; may overlap in memory.
         key: [L, rows, B, H, K], before its norm.
-        change: [L, rows, B, HV, V] float32, what the token puts into the state at its key.
+        change: [L, rows, B, HV, V] float32, what the token puts into the state at its key, by the key's length.
         log_decay: [L, rows, B, HV] float32, of what was in the state before.
     """
 

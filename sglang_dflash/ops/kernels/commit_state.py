@@ -10,8 +10,9 @@ import triton.language as tl
 from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, advance
 from sglang_dflash.types import BlockInputs, States, StateSlots
 
-# Rows of a state per program.
+# Rows and columns of a state per program.
 _ROWS = 32
+_COLUMNS = 64
 _WARPS = 4
 _CHANNELS = 512
 
@@ -74,11 +75,12 @@ def _commit_temporal_kernel(
     V: tl.constexpr,
     W: tl.constexpr,
     V_TILES: tl.constexpr,
+    K_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head = tl.program_id(0) // V_TILES
+    head = tl.program_id(0) // (V_TILES * K_TILES)
     layer = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     slot, kept_slot, accept_len, kept_step = _plan(
@@ -86,9 +88,9 @@ def _commit_temporal_kernel(
     )
     if slot == 0:
         return
-    row = tl.program_id(0) % V_TILES * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) // K_TILES % V_TILES * ROWS + tl.arange(0, ROWS)
     is_row = row < V
-    column = tl.arange(0, COLUMNS)
+    column = tl.program_id(0) % K_TILES * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < K
     is_state = is_row[:, None] & is_column[None, :]
     states += layer * state_layer_stride + head * V * K + row[:, None] * K + column[None, :]
@@ -99,7 +101,7 @@ def _commit_temporal_kernel(
     key += (token[:, None] * H + head // (HV // H)) * K + column[None, :]
     change += layer * change_layer_stride + request * change_stride + (token[:, None] * HV + head) * V + row[None, :]
     log_decay += layer * log_decay_layer_stride + request * log_decay_stride + token * HV + head
-    block_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    block_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0)
     block_change = tl.load(change, mask=is_token[:, None] & is_row[None, :], other=0.0)
     block_log_decay = tl.load(log_decay, mask=is_token, other=0.0)
     if kept_slot > 0:
@@ -183,8 +185,8 @@ def commit_state(
         is_due,
     )
     num_kept = 0 if slots.kept is None else slots.kept.shape[1]
-    value_tiles = triton.cdiv(value_size, _ROWS)
-    _commit_temporal_kernel[(num_value_heads * value_tiles, num_layers, bs)](
+    value_tiles, key_tiles = triton.cdiv(value_size, _ROWS), triton.cdiv(key_size, _COLUMNS)
+    _commit_temporal_kernel[(num_value_heads * value_tiles * key_tiles, num_layers, bs)](
         states.temporal,
         *states.temporal.stride()[:2],
         inputs.key,
@@ -201,8 +203,9 @@ def commit_state(
         V=value_size,
         W=max(MIN_SIZE, triton.next_power_of_2(inputs.key.shape[2])),
         V_TILES=value_tiles,
+        K_TILES=key_tiles,
         ROWS=_ROWS,
-        COLUMNS=max(MIN_SIZE, triton.next_power_of_2(key_size)),
+        COLUMNS=_COLUMNS,
         PRECISION=PRECISION,
         num_warps=_WARPS,
     )

@@ -33,9 +33,20 @@ def gates(a_log, a, dt_bias, b):
 
 
 @triton.jit
-def inverse_length(x):
-    """[W] float32, of queries or keys [W, K] in float32: what they are multiplied by to have length 1."""
-    return 1.0 / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)
+def inverse_length(squares):
+    """What queries or keys are multiplied by to have length 1; squares: sums of their numbers' squares."""
+    return 1.0 / tl.sqrt(squares + 1e-6)
+
+
+@triton.jit
+def add_product(total, x, state, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x state; x: float32, if IS_SHORT numbers of 16 bits; state: float32."""
+    if IS_SHORT:
+        # They are numbers of tf32, and a float32 is the sum of two, up to half of its last digit.
+        high = ((state.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        total = tl.dot(x, state - high, acc=total, input_precision="tf32")
+        return tl.dot(x, high, acc=total, input_precision="tf32")
+    return tl.dot(x, state, acc=total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -68,11 +79,12 @@ def invert(lower, W: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def advance(state, key, change, log_decay, num_tokens, W: tl.constexpr, PRECISION: tl.constexpr):
-    """The state [V, K] after that many of W tokens; key: [W, K] float32, of any length; change: [W, V], the u above."""
+    """The state [V, K], or a part of it, after that many of W tokens; key, change, log_decay: of `BlockInputs`, [W, K],
+    [W, V], [W]."""
     i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
     is_token = tl.arange(0, W) < num_tokens
     log_decay = tl.where(is_token, log_decay, 0.0)
     to_the_end = tl.sum(tl.where(i > j, log_decay[:, None], 0.0), axis=0)
-    weight = tl.where(is_token, tl.exp(to_the_end), 0.0) * inverse_length(key)
+    change *= tl.where(is_token, tl.exp(to_the_end), 0.0)[:, None]
     decayed = state * tl.exp(tl.sum(log_decay, axis=0))
-    return tl.dot(tl.trans(change), key * weight[:, None], acc=decayed, input_precision=PRECISION)
+    return tl.dot(tl.trans(change), key.to(tl.float32), acc=decayed, input_precision=PRECISION)

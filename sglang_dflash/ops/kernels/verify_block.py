@@ -8,10 +8,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, decays, gates, inverse_length, invert
+from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, add_product, decays, gates, inverse_length, invert
 
 # Rows of a state per program: so few that a single request fills a GPU.
 _ROWS = 32
+# Numbers of a key at a time, and how many times that much is on its way.
+_COLUMNS = 32
+_STAGES = 4
 _WARPS = 4
 
 
@@ -54,7 +57,8 @@ def _verify_block_kernel(
     LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    KEY_PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -63,61 +67,66 @@ def _verify_block_kernel(
     key_head = head // (HV // H)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < V
-    column = tl.arange(0, COLUMNS)
-    is_column = column < K
-    slot = tl.load(slots + request).to(tl.int64)
-    of_state = states + slot * state_stride + head * V * K + row[:, None] * K + column[None, :]
-    state = tl.load(of_state, mask=is_row[:, None] & is_column[None, :], other=0.0)
-    head_a_log = tl.load(a_log + head)
-    head_dt_bias = tl.load(dt_bias + head)
-    if PDL:
-        # Launched while the convolution still runs, which begins when everything before it has ended: only what it
-        # computes is not there before this.
-        gdc_wait()
-
     token = tl.arange(0, W)
     is_token = token < width
-    is_key, is_value = is_token[:, None] & is_column[None, :], is_token[:, None] & is_row[None, :]
-    query += request * query_request_stride + token[:, None] * query_token_stride + key_head * K + column[None, :]
-    key += request * key_request_stride + token[:, None] * key_token_stride + key_head * K + column[None, :]
+    is_value = is_token[:, None] & is_row[None, :]
+    slot = tl.load(slots + request).to(tl.int64)
+    head_a_log = tl.load(a_log + head)
+    head_dt_bias = tl.load(dt_bias + head)
+    states += slot * state_stride + head * V * K + row[:, None] * K
+    query += request * query_request_stride + token[:, None] * query_token_stride + key_head * K
+    key += request * key_request_stride + token[:, None] * key_token_stride + key_head * K
     value += request * value_request_stride + token[:, None] * value_token_stride + head * V + row[None, :]
-    block_query = tl.load(query, mask=is_key, other=0.0).to(tl.float32)
-    given_key = tl.load(key, mask=is_key, other=0.0)
+    key_out += request * key_out_stride + (token[:, None] * H + key_head) * K
+    log_decay_out += request * log_decay_out_stride + token * HV + head
+    of_token = (token[:, None] * HV + head) * V + row[None, :]
+    change_out += request * change_out_stride + of_token
+    output += request * width * HV * V + of_token
+    if PDL:
+        # Launched while the convolution still runs: only now is there what it computes.
+        gdc_wait()
+
     block_value = tl.load(value, mask=is_value, other=0.0).to(tl.float32)
     block_a = tl.load(a + request * a_request_stride + token * a_token_stride + head, mask=is_token, other=0.0)
     block_b = tl.load(b + request * b_request_stride + token * b_token_stride + head, mask=is_token, other=0.0)
-    block_key = given_key.to(tl.float32)
+    # Of queries and keys as they are given: their lengths are divided by afterwards.
+    key_precision: tl.constexpr = "tf32" if IS_SHORT else PRECISION
+    key_squares, query_squares = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
+    of_keys, of_queries = tl.zeros([W, W], tl.float32), tl.zeros([W, W], tl.float32)
+    found, read = tl.zeros([W, ROWS], tl.float32), tl.zeros([W, ROWS], tl.float32)
+    for begin in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        is_column = column < K
+        state = tl.trans(tl.load(states + column, mask=is_row[:, None] & is_column, other=0.0))
+        some_query = tl.load(query + column, mask=is_token[:, None] & is_column, other=0.0).to(tl.float32)
+        given_key = tl.load(key + column, mask=is_token[:, None] & is_column, other=0.0)
+        some_key = given_key.to(tl.float32)
+        # Kept by one of those that share it.
+        if (tl.program_id(0) == 0) & (head % (HV // H) == 0):
+            tl.store(key_out + column, given_key, mask=is_token[:, None] & is_column)
+        key_squares += tl.sum(some_key * some_key, axis=1)
+        query_squares += tl.sum(some_query * some_query, axis=1)
+        of_keys = tl.dot(some_key, tl.trans(some_key), acc=of_keys, input_precision=key_precision)
+        of_queries = tl.dot(some_query, tl.trans(some_key), acc=of_queries, input_precision=key_precision)
+        found = add_product(found, some_key, state, IS_SHORT, PRECISION)
+        read = add_product(read, some_query, state, IS_SHORT, PRECISION)
+
     log_decay, beta = gates(head_a_log, block_a, head_dt_bias, block_b)
     # Tokens behind the block put nothing into the state.
     log_decay, beta = tl.where(is_token, log_decay, 0.0), tl.where(is_token, beta, 0.0)
-    key_out += request * key_out_stride + (token[:, None] * H + key_head) * K + column[None, :]
     if tl.program_id(0) == 0:
-        # One of the value heads that share it.
-        if head % (HV // H) == 0:
-            tl.store(key_out, given_key, mask=is_key)
-        tl.store(log_decay_out + request * log_decay_out_stride + token * HV + head, log_decay, mask=is_token)
-
-    # Lengths are divided by behind the products, whose factors are then no longer than what is given.
-    query_factor, key_factor = inverse_length(block_query) * scale, inverse_length(block_key)
+        tl.store(log_decay_out, log_decay, mask=is_token)
+    key_factor, query_factor = inverse_length(key_squares), inverse_length(query_squares) * scale
     decay = decays(log_decay, W)
     from_before = tl.exp(tl.cumsum(log_decay, axis=0))
-    keys = tl.trans(block_key)
-    of_keys = tl.dot(block_key, keys, input_precision=KEY_PRECISION)
-    of_queries = tl.dot(block_query, keys, input_precision=KEY_PRECISION)
     lower = of_keys * decay * (beta * key_factor)[:, None] * key_factor[None, :]
     lower = tl.where(token[:, None] > token[None, :], lower, 0.0)
-    inverse = invert(lower, W, LEVELS, PRECISION)
-
-    state = tl.trans(state)
-    found = tl.dot(block_key, state, input_precision=PRECISION) * (from_before * key_factor)[:, None]
-    read = tl.dot(block_query, state, input_precision=PRECISION) * (from_before * query_factor)[:, None]
-    change = tl.dot(inverse, (block_value - found) * beta[:, None], input_precision=PRECISION)
+    change = (block_value - found * (from_before * key_factor)[:, None]) * beta[:, None]
+    change = tl.dot(invert(lower, W, LEVELS, PRECISION), change, input_precision=PRECISION)
     weights = of_queries * decay * query_factor[:, None] * key_factor[None, :]
-    read += tl.dot(weights, change, input_precision=PRECISION)
-
-    of_token = (token[:, None] * HV + head) * V + row[None, :]
-    tl.store(change_out + request * change_out_stride + of_token, change, mask=is_value)
-    output += request * width * HV * V + of_token
+    read *= (from_before * query_factor)[:, None]
+    read = tl.dot(weights, change, acc=read, input_precision=PRECISION)
+    tl.store(change_out, change * key_factor[:, None], mask=is_value)
     tl.store(output, read.to(output.dtype.element_ty), mask=is_value)
 
 
@@ -176,9 +185,9 @@ def verify_block(
         W=padded_width,
         LEVELS=padded_width.bit_length() - 1,
         ROWS=_ROWS,
-        COLUMNS=max(MIN_SIZE, triton.next_power_of_2(key_size)),
-        # Numbers of 16 bits have no more digits than tf32, and their products no more than float32.
-        KEY_PRECISION="tf32" if key.itemsize == query.itemsize == 2 else PRECISION,
+        COLUMNS=_COLUMNS,
+        STAGES=_STAGES,
+        IS_SHORT=key.itemsize == query.itemsize == 2,
         PRECISION=PRECISION,
         PDL=pdl.is_available(value.device),
         num_warps=_WARPS,

@@ -32,11 +32,19 @@ def gates(
     return log_decay, b.float().sigmoid().to(b.dtype).float()
 
 
+def lengths(x: torch.Tensor) -> torch.Tensor:
+    """Of queries or keys, as they are divided by: [..., H, K] to [..., H] float32."""
+    return (x.float().square().sum(-1) + 1e-6).sqrt()
+
+
 def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:
     """Queries or keys of length 1, in float32, one for each value head: [..., H, K] to [..., HV, K]."""
-    x = x.float()
-    x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    return x.repeat_interleave(num_value_heads // x.shape[-2], dim=-2)
+    return for_value_heads(x.float() / lengths(x)[..., None], num_value_heads, dim=-2)
+
+
+def for_value_heads(x: torch.Tensor, num_value_heads: int, dim: int) -> torch.Tensor:
+    """What key heads have, for the value heads of each; dim: that of the heads."""
+    return x.repeat_interleave(num_value_heads // x.shape[dim], dim=dim)
 
 
 def change(

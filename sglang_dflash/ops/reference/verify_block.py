@@ -45,12 +45,13 @@ def verify_block(
     n, width, num_value_heads = value.shape[:3]
     log_decay, beta = delta_rule.gates(a_log, a, dt_bias, b)
     key_out[:n, :width], log_decay_out[:n, :width] = key, log_decay
+    key_lengths = delta_rule.for_value_heads(delta_rule.lengths(key), num_value_heads, dim=-1)
     query, key = (delta_rule.normalize(x, num_value_heads) for x in (query, key))
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     state = states[slots.long()]
     for step in range(width):
         change = delta_rule.change(state, key[:, step], value[:, step], log_decay[:, step], beta[:, step])
         state = delta_rule.put(state, key[:, step], change, log_decay[:, step])
-        change_out[:n, step] = change
+        change_out[:n, step] = change / key_lengths[:, step, :, None]
         output[:, step] = delta_rule.read(state, query[:, step])
     return output
