@@ -208,9 +208,8 @@ def test_states_are_those_of_decoding(accept_len):
     inputs = BlockInputs(
         conv=torch.zeros(*shape, 8, 3, device=device, dtype=dtype),
         key=torch.zeros(*shape, heads, size, device=device, dtype=dtype),
-        value=torch.zeros(*shape, value_heads, size, device=device, dtype=dtype),
+        change=torch.zeros(*shape, value_heads, size, device=device),
         log_decay=torch.zeros(*shape, value_heads, device=device),
-        beta=torch.zeros(*shape, value_heads, device=device),
     )
     table = StateSlots(
         torch.arange(bs + 1, dtype=torch.int32, device=device),
@@ -230,7 +229,7 @@ def test_states_are_those_of_decoding(accept_len):
             dt_bias,
             states.temporal[0],
             slots,
-            *(x[0] for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)),
+            *(x[0] for x in (inputs.key, inputs.change, inputs.log_decay)),
         )
         verified += output[:, :accept_len].unbind(1)
         lens = torch.full((bs,), accept_len, device=device)

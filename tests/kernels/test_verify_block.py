@@ -25,8 +25,8 @@ def arguments(n, width, shape, dtype, device):
     slots = torch.randperm(num_slots, device=device)[:n].int()
 
     def outputs():
-        sizes = ((heads, key_size), (value_heads, value_size), (value_heads,), (value_heads,))
-        dtypes = (dtype, dtype, torch.float32, torch.float32)
+        sizes = ((heads, key_size), (value_heads, value_size), (value_heads,))
+        dtypes = (dtype, torch.float32, torch.float32)
         # Poisoned: nothing but the block is written.
         return [torch.full((rows, block_size, *size), -7.0, dtype=of, device=device) for size, of in zip(sizes, dtypes)]
 
@@ -49,8 +49,8 @@ def test_matches_reference(n, width, shape, dtype, device):
     assert got.dtype == want.dtype and got.is_contiguous()
     torch.testing.assert_close(got, want, **bound)
     for i, (mine, expected) in enumerate(zip(got_kept, want_kept)):
-        # Keys and values to the last bit.
-        torch.testing.assert_close(mine, expected, **({"rtol": 0, "atol": 0} if i < 2 else bound))
+        # Keys to the last bit.
+        torch.testing.assert_close(mine, expected, **({"rtol": 0, "atol": 0} if i == 0 else bound))
     assert torch.equal(inputs[-2], before)
 
 
