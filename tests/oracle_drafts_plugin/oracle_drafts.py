@@ -3,7 +3,7 @@
 With these, a target of any class shows whether every row of its verification is right, without a trained drafter.
 SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH. `ORACLE_DRAFTS` names a
 JSON file: a list of `{"input_ids", "output_ids"}` of requests that are to be drafted for, wrong drafts included;
-without it, only the weights are here. With `FLOAT32_NORMS` Gemma's norms are torch's, as SGLang's take no float32.
+without it, only the weights are here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 DRAFTS = os.environ.get("ORACLE_DRAFTS")
-FLOAT32_NORMS = os.environ.get("FLOAT32_NORMS")
 
 
 @torch.no_grad()
@@ -98,14 +97,11 @@ def keep_whole_windows() -> None:
 
 
 def register() -> None:
-    from sglang.srt.layers.layernorm import GemmaRMSNorm
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = initialize
     if torch.cuda.is_available():
         keep_whole_windows()
-    if FLOAT32_NORMS is not None:
-        GemmaRMSNorm.forward_cuda = GemmaRMSNorm.forward_native
     if DRAFTS is None:
         return
     from sglang_dflash.engine.cycle import DecodeCycle

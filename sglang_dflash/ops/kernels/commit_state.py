@@ -12,7 +12,7 @@ from sglang_dflash.types import BlockInputs, States, StateSlots
 
 # Rows and columns of a state per program.
 _ROWS = 32
-_COLUMNS = 64
+_COLUMNS = 128
 _WARPS = 4
 _CHANNELS = 512
 

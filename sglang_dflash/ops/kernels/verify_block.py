@@ -11,10 +11,10 @@ from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, add_product, decays, gates, inverse_length, invert
 
 # Rows of a state per program: so few that a single request fills a GPU.
-_ROWS = 32
+_ROWS = 64
 # Numbers of a key at a time, and how many times that much is on its way.
 _COLUMNS = 32
-_STAGES = 4
+_STAGES = 3
 _WARPS = 4
 
 
