@@ -81,7 +81,7 @@ def check_arguments(server_args: ServerArgs) -> None:
 
 @dataclass(frozen=True)
 class _Window:
-    """Memory of what verified tokens put into states, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
+    """What verified tokens put into states, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
 
     conv_memory: torch.Tensor
     inputs: BlockInputs
