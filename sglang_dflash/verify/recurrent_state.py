@@ -1,7 +1,7 @@
 """Targets with recurrent layers: verification runs ahead of what is accepted, and their states must not.
 
-Of Gated DeltaNet layers a verified block leaves the inputs of every token behind, not the state after each, which is a
-hundred times larger; once it is known how many tokens are accepted, the states are advanced by these.
+Of Gated DeltaNet layers a verified block leaves behind what every token puts into the state, not the state after each,
+which is fifty times larger; once it is known how many tokens are accepted, the states are advanced by these.
 
 This is the only file that knows how SGLang keeps recurrent states, which it calls mamba's.
 """
@@ -81,7 +81,7 @@ def check_arguments(server_args: ServerArgs) -> None:
 
 @dataclass(frozen=True)
 class _Window:
-    """Memory of the verified tokens' inputs, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
+    """What verified tokens put into states, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
 
     conv_memory: torch.Tensor
     inputs: BlockInputs
