@@ -1,4 +1,4 @@
-"""The client of demo.sh: streams a completion to the terminal, and compares two of them."""
+"""The client of demo.sh: streams an answer to the terminal, marks what was drafted, and compares two answers."""
 
 from __future__ import annotations
 
@@ -7,83 +7,208 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import requests
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-REPO = Path(__file__).resolve().parents[1]
-PROMPTS = REPO / "sglang_dflash" / "tiny_pair" / "prompts.json"
-# By their beginnings. The first one's continuation is easy to read, and drafted about as well as the average prompt's.
-PROMPT = "    def __iter__(self):\n        return self\n\n    @property"
-WARM_UP_PROMPT = "class PriorityQueue(Queue):"
-NEW_TOKENS = 128
-RUNS = 8
 START_SECONDS = 240
+# A token of which only some bytes are there yet.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a pair is asked.
+
+    Attributes:
+        text: the question that is asked unless another is given.
+        warm_up: one that is asked first, and not timed.
+        is_chat: put it into the target's chat template, and stop where the answer ends.
+        new_tokens: tokens of an answer at most.
+        runs: how often it is asked; the fastest counts.
+    """
+
+    text: str
+    warm_up: str
+    is_chat: bool
+    new_tokens: int
+    runs: int
+
+    def body(self, text: str, tokenizer: PreTrainedTokenizerBase) -> dict:
+        """Of the request: greedy, streamed."""
+        if self.is_chat:
+            message = {"role": "user", "content": text}
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens, "ignore_eos": not self.is_chat}
+        return {"text": text, "sampling_params": sampling, "stream": True}
+
+
+QUESTIONS = {
+    "smollm2": Question(
+        text="What is photosynthesis, and why is it important?",
+        warm_up="Hello!",
+        is_chat=True,
+        new_tokens=160,
+        runs=3,
+    ),
+    # Its continuation is easy to read, and drafted about as well as that of the average prompt.
+    "tiny": Question(
+        text="    def __iter__(self):\n        return self\n\n    @property",
+        warm_up="class PriorityQueue(Queue):",
+        is_chat=False,
+        new_tokens=128,
+        runs=8,
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    ask_parser = commands.add_parser("ask", help="wait for a server, stream one completion, keep the numbers")
-    ask_parser.add_argument("--name", required=True)
+    ask_parser = commands.add_parser("ask", help="wait for a server, stream an answer, keep the numbers")
+    ask_parser.add_argument("--pair", choices=QUESTIONS, required=True)
+    ask_parser.add_argument("--name", choices=["dflash", "plain"], required=True)
     ask_parser.add_argument("--url", required=True)
     ask_parser.add_argument("--pid", type=int, required=True, help="the server's process")
+    ask_parser.add_argument("--tokenizer", type=Path, required=True, help="the target's folder")
     ask_parser.add_argument("--result", type=Path, required=True)
-    ask_parser.set_defaults(run=lambda args: ask(args.name, args.url, args.pid, args.result))
+    ask_parser.add_argument("--question", help="instead of the pair's own")
+    ask_parser.add_argument("--plain", action="store_true", help="brackets instead of colours")
+    ask_parser.set_defaults(run=ask)
     compare_parser = commands.add_parser("compare", help="a table of two results")
+    compare_parser.add_argument("--pair", choices=QUESTIONS, required=True)
     compare_parser.add_argument("dflash", type=Path)
     compare_parser.add_argument("plain", type=Path)
-    compare_parser.set_defaults(run=lambda args: compare(args.dflash, args.plain))
+    compare_parser.set_defaults(run=lambda args: compare(args.pair, args.dflash, args.plain))
     args = parser.parse_args()
     args.run(args)
 
 
-def ask(name: str, url: str, pid: int, result: Path) -> None:
+def ask(args: argparse.Namespace) -> None:
+    """Ask a server that is starting, and write the numbers of the fastest answer to `args.result`."""
     http = requests.Session()
     http.trust_env = False
     started = time.monotonic()
-    wait_until_ready(http, url, pid)
-    worker = http.get(f"{url}/server_info", timeout=60).json()["internal_states"][0].get("sglang_dflash")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    wait_until_ready(http, args.url, args.pid)
+    info = http.get(f"{args.url}/server_info", timeout=60).json()
+    worker = info["internal_states"][0].get("sglang_dflash")
     served_by = f"sglang-dflash {worker['version']}, {worker['worker']}" if worker else "no speculation"
-    print(f"[{name}] ready after {time.monotonic() - started:.0f} s, served by: {served_by}")
-    if name == "dflash" and not worker:
-        sys.exit("DFLASH is not served by sglang-dflash.")
+    print(f"[{args.name}] ready after {time.monotonic() - started:.0f} s, served by: {served_by}")
+    if (args.name == "dflash") != bool(worker):
+        sys.exit("DFLASH is served by another worker, or where it was not asked for.")
 
-    prompts = json.loads(PROMPTS.read_text())
-    complete(http, url, find(prompts, WARM_UP_PROMPT))
-    prompt = find(prompts, PROMPT)
-    dim, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    print(f"\n{dim}{prompt}{normal}", end="", flush=True)
-    runs = [complete(http, url, prompt, show=True)]
-    runs += [complete(http, url, prompt) for _ in range(RUNS - 1)]
+    question = QUESTIONS[args.pair]
+    text = args.question or question.text
+    answer(http, args.url, question.body(question.warm_up, tokenizer))
+    view = TokenView(tokenizer, coloured=sys.stdout.isatty() and not args.plain)
+    if worker:
+        print(view.legend())
+    print(f"\n{view.dim(text)}" + ("\n\n" if question.is_chat else ""), end="", flush=True)
+    body = question.body(text, tokenizer)
+    runs = [answer(http, args.url, body, view)]
+    runs += [answer(http, args.url, body) for _ in range(question.runs - 1)]
     fastest = min(runs, key=lambda run: run["seconds"])
-    fastest["device"] = http.get(f"{url}/server_info", timeout=60).json()["device"]
-    result.write_text(json.dumps(fastest))
+    fastest["device"] = info["device"]
+    fastest["block_size"] = worker["block_size"] if worker else 1
+    args.result.write_text(json.dumps(fastest))
     print(
-        f"\n\n[{name}] {fastest['tokens']} tokens in {fastest['seconds']:.2f} s (fastest of {RUNS} runs): "
+        f"\n\n[{args.name}] {fastest['tokens']} tokens in {fastest['seconds']:.2f} s (fastest of {question.runs}): "
         f"{fastest['tokens_per_second']:.1f} tokens/s, {fastest['accept_length']:.2f} tokens per decode cycle"
     )
+    if worker:
+        of_length = ", ".join(f"{i + 1}: {count}" for i, count in enumerate(fastest["histogram"]) if count)
+        print(f"[{args.name}] decode cycles by the tokens that they gave: {of_length}")
 
 
-def complete(http: requests.Session, url: str, prompt: str, show: bool = False) -> dict:
-    """Stream one completion, to the terminal if `show`; its text and numbers."""
-    text, chunk, sent = "", {}, time.perf_counter()
-    for chunk in stream(http, url, prompt):
-        if show:
-            print(chunk["text"][len(text) :], end="", flush=True)
-        text = chunk["text"]
+class TokenView:
+    """Prints an answer while it is streamed, and marks the drafts that were accepted; the rest the target chose."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, coloured: bool):
+        self.tokenizer = tokenizer
+        self.coloured = coloured
+        self.tokens: list[int] = []
+        self.printed = ""
+        self.num_drafts = self.num_chunks = 0
+        self.is_marked = False
+
+    def legend(self) -> str:
+        how = "green" if self.coloured else "in [brackets]"
+        return f"{how}: drafted, and accepted by the target; all else: what the target chose itself"
+
+    def dim(self, text: str) -> str:
+        return f"\033[2m{text}\033[0m" if self.coloured else text
+
+    def show(self, chunk: dict) -> None:
+        """Print what a chunk adds: a cycle's tokens are its accepted drafts and then one of the target's own."""
+        new = chunk["output_ids"][len(self.tokens) :]
+        num_drafts = max(0, len(new) - 1)
+        if chunk["meta_info"]["finish_reason"] is not None:
+            # The last cycle may have been cut among its drafts; only now SGLang says how many there were.
+            num_drafts = chunk["meta_info"].get("spec_num_correct_drafts", 0) - self.num_drafts
+        self.num_drafts += num_drafts
+        self.num_chunks += 1
+        for i, token in enumerate(new):
+            self.tokens.append(token)
+            self._print(is_draft=i < num_drafts)
+
+    def end(self, num_cycles: int) -> None:
+        """After the last chunk, of an answer that took so many decode cycles."""
+        self._mark(False)
+        num_joined = num_cycles + 1 - self.num_chunks
+        if num_joined > 0:
+            print(f"\n({num_joined} cycles arrived with the next one: the target's token between them is marked too)")
+
+    def _print(self, is_draft: bool) -> None:
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith(INCOMPLETE) or len(text) == len(self.printed):
+            return
+        self._mark(is_draft)
+        print(text[len(self.printed) :], end="", flush=True)
+        self.printed = text
+
+    def _mark(self, is_draft: bool) -> None:
+        if is_draft != self.is_marked:
+            begin, end = ("\033[32m", "\033[0m") if self.coloured else ("[", "]")
+            print(begin if is_draft else end, end="", flush=True)
+            self.is_marked = is_draft
+
+
+def answer(http: requests.Session, url: str, body: dict, view: TokenView | None = None) -> dict:
+    """Stream one answer, to the terminal if there is a `view`; its text and numbers."""
+    chunk, sent = {}, time.perf_counter()
+    for chunk in stream(http, url, body):
+        if view:
+            view.show(chunk)
     seconds = time.perf_counter() - sent
-    tokens = chunk["meta_info"]["completion_tokens"]
+    meta_info = chunk["meta_info"]
+    tokens = meta_info["completion_tokens"]
     # The first token comes from the prompt's forward, the rest from decode cycles.
-    cycles = chunk["meta_info"].get("spec_verify_ct") or tokens - 1
+    cycles = meta_info.get("spec_verify_ct") or tokens - 1
+    if view:
+        view.end(cycles)
     return {
-        "text": text,
+        "text": chunk["text"],
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "accept_length": (tokens - 1) / cycles,
         "cycle_ms": 1000 * seconds / cycles,
+        "histogram": meta_info.get("spec_correct_drafts_histogram", [cycles]),
     }
+
+
+def stream(http: requests.Session, url: str, body: dict) -> Iterator[dict]:
+    """The chunks of an answer; each has all of it so far."""
+    with http.post(f"{url}/generate", json=body, stream=True, timeout=300) as response:
+        if response.status_code != 200:
+            sys.exit(f"{response.status_code}: {response.text}")
+        for line in response.iter_lines(chunk_size=1):
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def wait_until_ready(http: requests.Session, url: str, pid: int) -> None:
@@ -110,26 +235,8 @@ def is_running(pid: int) -> bool:
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def find(prompts: list[str], start: str) -> str:
-    return next(prompt for prompt in prompts if prompt.startswith(start))
-
-
-def stream(http: requests.Session, url: str, prompt: str):
-    """The chunks of one greedy completion; each has the whole text so far."""
-    body = {
-        "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        "stream": True,
-    }
-    with http.post(f"{url}/generate", json=body, stream=True, timeout=300) as response:
-        if response.status_code != 200:
-            sys.exit(f"{response.status_code}: {response.text}")
-        for line in response.iter_lines(chunk_size=1):
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield json.loads(line.removeprefix(b"data: "))
-
-
-def compare(dflash_file: Path, plain_file: Path) -> None:
+def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
+    """Print both servers' numbers; exits with an error if DFLASH changed the text where it must not."""
     dflash, plain = (json.loads(file.read_text()) for file in (dflash_file, plain_file))
     print(f"\n{'':24}{'DFLASH':>12}{'plain':>12}")
     for label, field, digits in (
@@ -144,13 +251,14 @@ def compare(dflash_file: Path, plain_file: Path) -> None:
     print(f"{'texts':24}{'identical' if same else 'DIFFERENT':>24}")
     speedup = plain["seconds"] / dflash["seconds"]
     print(f"{'speed-up':24}{f'{speedup:.2f}x':>24}")
-    print("\nThe pair has 4 million parameters: its text shows that both servers agree, not what a good model writes.")
+    if pair == "tiny":
+        print("\nThe pair has 4 million parameters: its text shows that both agree, not what a good model writes.")
     if speedup < 1:
         steps = dflash["cycle_ms"] / plain["cycle_ms"]
         print(
-            f"Speculation is slower here: drafting and verifying 16 tokens costs {steps:.1f} plain steps, and yields "
-            f"{dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has no idle arithmetic to verify them "
-            "with; a GPU has."
+            f"\nSpeculation is slower here: drafting and verifying {dflash['block_size']} tokens costs {steps:.1f} "
+            f"plain steps, and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has no idle "
+            "arithmetic to verify them with; a GPU has."
         )
     # In bf16, a tie between two tokens may fall differently where the GPU sums in another order.
     if not same and dflash["device"] == "cpu":

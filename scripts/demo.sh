@@ -1,11 +1,47 @@
 #!/usr/bin/env bash
-# One prompt, served with DFLASH and without, by real SGLang servers of the tiny pair that this package ships.
+# A question, answered by real SGLang servers with DFLASH and without: the same text, and which tokens were drafted.
+#
+#   usage: demo.sh [--pair smollm2|tiny] [--plain] [QUESTION]
+#
+#   --pair smollm2   SmolLM2-135M-Instruct chats (the default); its weights are fetched once, 93 MB
+#   --pair tiny      4 million parameters, which come with this package, continue Python code
+#   --plain          brackets instead of colours
 set -euo pipefail
+
+usage() {
+    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit "$1"
+}
+
+pair=smollm2
+ask=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -h | --help) usage 0 ;;
+    --pair) pair="${2-}" && shift 2 || usage 2 ;;
+    --plain) ask+=(--plain) && shift ;;
+    -*) usage 2 >&2 ;;
+    *) ask+=(--question "$1") && shift ;;
+    esac
+done
+
+case "$pair" in
+smollm2 | tiny) ;;
+*) usage 2 >&2 ;;
+esac
 
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 cd "$REPO"
 
-PAIR="$REPO/sglang_dflash/tiny_pair"
+PAIR="$REPO/sglang_dflash/${pair}_pair"
+if [ "$pair" = tiny ]; then
+    TARGET="$PAIR/target"
+    dflash_flags=()
+else
+    make_smollm2
+    TARGET="$SMOLLM2"
+    dflash_flags=(--speculative-dflash-block-size 8)
+fi
 WORK="$(mktemp -d)"
 SERVER=
 CLIENT=
@@ -30,7 +66,7 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
-flags=(--model-path "$PAIR/target" --host 127.0.0.1 --max-running-requests 8 --max-total-tokens 20000)
+flags=(--model-path "$TARGET" --host 127.0.0.1 --max-running-requests 8 --max-total-tokens 8192)
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
     export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
     flags+=(--device cpu --dtype float32 --attention-backend torch_native)
@@ -46,8 +82,8 @@ serve_and_ask() { # name, flags of launch_server
     SERVER=$!
     disown "$SERVER" # or bash would report its end
     # In the background, as bash acts on a signal while it waits, not while it runs a command.
-    "$PYTHON" scripts/demo.py ask --name "$name" --url "http://127.0.0.1:$port" --pid "$SERVER" \
-        --result "$WORK/$name.json" &
+    "$PYTHON" scripts/demo.py ask --pair "$pair" --name "$name" --url "http://127.0.0.1:$port" --pid "$SERVER" \
+        --tokenizer "$TARGET" --result "$WORK/$name.json" "${ask[@]}" &
     CLIENT=$!
     if ! wait "$CLIENT"; then
         printf '\nThe server said last:\n' >&2
@@ -58,6 +94,6 @@ serve_and_ask() { # name, flags of launch_server
     stop_server
 }
 
-serve_and_ask dflash --speculative-algorithm DFLASH --speculative-draft-model-path "$PAIR/drafter"
+serve_and_ask dflash --speculative-algorithm DFLASH --speculative-draft-model-path "$PAIR/drafter" "${dflash_flags[@]}"
 serve_and_ask plain
-"$PYTHON" scripts/demo.py compare "$WORK/dflash.json" "$WORK/plain.json"
+"$PYTHON" scripts/demo.py compare --pair "$pair" "$WORK/dflash.json" "$WORK/plain.json"

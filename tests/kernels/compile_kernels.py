@@ -1,4 +1,4 @@
-"""Compile every kernel of scripts/bench_kernels.py for a Hopper GPU, which need not be there.
+"""Compile the kernels of scripts/bench_kernels.py and of the training for a Hopper GPU, which need not be there.
 
 A program of its own, since Triton decides once per process whether it compiles or interprets.
 usage: compile_kernels.py
@@ -9,7 +9,9 @@ Prints a line per compiled kernel: its name and the length of its machine code.
 import argparse
 
 import bench_kernels
+import torch
 import triton
+from training.smollm2.decode_attention import triton_decode_attention
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -44,6 +46,8 @@ def main() -> None:
     for make in bench_kernels.KERNELS:
         case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
+    queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
+    triton_decode_attention(queries, keys, values, torch.tensor([100]))
 
 
 if __name__ == "__main__":

@@ -19,4 +19,5 @@ def test_every_kernel_compiles_for_hopper():
     sources = (ROOT / "sglang_dflash/ops/kernels").glob("*.py")
     kernels = {name for source in sources for name in re.findall(r"def (\w+_kernel)\(", source.read_text())}
     # Which moves nothing, and so is not among those that the benchmark measures.
-    assert {line.split()[0] for line in run.stdout.splitlines()} == kernels - {"_read_clock_kernel"}
+    expected = kernels - {"_read_clock_kernel"} | {"_decode_attention_kernel"}
+    assert {line.split()[0] for line in run.stdout.splitlines()} == expected

@@ -5,7 +5,6 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-import matplotlib
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
@@ -14,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.oracle.decode import dflash_generate, greedy_generate
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
-from tiny_pair.settings import MAX_BYTES, Settings, write_json
+from training.files import plot_losses, read_json, write_json
+from training.tiny.settings import MAX_BYTES, Settings
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
 
 def run_evaluation(settings: Settings) -> None:
@@ -61,7 +60,7 @@ def run_report(settings: Settings) -> None:
     num_bytes = sum(path.stat().st_size for path in files)
     assert num_bytes <= MAX_BYTES, f"the pair takes {num_bytes:,} bytes, more than {MAX_BYTES:,}"
 
-    losses = {name: read_json(settings.work / f"{name}_losses.json") for name in ("target", "drafter")}
+    losses = {name: read_json(settings.work / f"{name}_losses.json") for name in TITLES}
     summary = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "cpu",
@@ -76,7 +75,7 @@ def run_report(settings: Settings) -> None:
     }
     write_json(settings.report / "summary.json", summary)
     write_json(settings.report / "losses.json", losses)
-    plot_losses(losses, settings.report / "losses.png")
+    plot_losses(losses, TITLES, settings.report / "losses.png")
     with tarfile.open(settings.report / "pair.tar", "w") as archive:
         for path in files:
             archive.add(path, path.relative_to(settings.out))
@@ -89,30 +88,3 @@ def count_parameters(folder: Path) -> int:
     """Number of weights in `model.safetensors`."""
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         return sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118  (not a dict)
-
-
-def plot_losses(losses: dict[str, dict], path: Path) -> None:
-    """Both trainings side by side: training loss, held-out loss, and the drafter's acceptance length."""
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.5), constrained_layout=True)
-    titles = {
-        "target": "Target: next-token loss",
-        "drafter": "Drafter: position-weighted loss of rows 1..15",
-    }
-    for axis, (name, history) in zip(axes, losses.items(), strict=True):
-        axis.plot(*zip(*history["train"], strict=True), linewidth=0.8, label="training")
-        steps = [step for step, _ in history["held_out"]]
-        axis.plot(steps, [metrics["loss"] for _, metrics in history["held_out"]], marker=".", label="held out")
-        axis.set(title=titles[name], xlabel="step", ylabel="cross entropy (nats)")
-        axis.grid(alpha=0.3)
-        axis.legend(loc="upper right")
-    accept_axis = axes[1].twinx()
-    accept_lengths = [metrics["accept_length"] for _, metrics in losses["drafter"]["held_out"]]
-    accept_axis.plot(steps, accept_lengths, color="tab:green", marker=".", label="acceptance length")
-    accept_axis.set_ylabel("acceptance length on held-out continuations")
-    accept_axis.legend(loc="center right")
-    figure.savefig(path, dpi=130)
-
-
-def read_json(path: Path) -> dict:
-    """The contents of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))

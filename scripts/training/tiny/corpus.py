@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from tqdm import tqdm
 
-from tiny_pair.settings import EOS_ID, EOS_TOKEN, MASK_TOKEN, MAX_POSITIONS, VOCAB_SIZE, Settings, write_json
+from training.files import write_json
+from training.tiny.settings import EOS_ID, EOS_TOKEN, MASK_TOKEN, MAX_POSITIONS, VOCAB_SIZE, Settings
 
 # Never trained on; mid-size modules that exist in Python 3.11 and 3.12 alike.
 HELD_OUT_MODULES = (

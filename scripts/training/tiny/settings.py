@@ -1,13 +1,10 @@
 """What the stages share: model shapes, sizes of each stage, the folders they write to."""
 
-import json
-import math
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from training.loop import TrainSettings
 
 EOS_TOKEN = "<|endoftext|>"
 MASK_TOKEN = "<|mask|>"
@@ -17,6 +14,9 @@ VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
 MAX_BYTES = 8 * 2**20
+
+# Each stage draws random numbers of its own (`step_generator`).
+TARGET_STAGE, GENERATE_STAGE, DRAFTER_STAGE = range(3)
 
 TARGET_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,31 +85,6 @@ DRAFTER_CONFIG = {
 
 
 @dataclass
-class TrainSettings:
-    """One training: AdamW, warm-up, then a cosine to `min_lr_ratio`.
-
-    `max_seconds` bounds the wall time: on a slow machine the schedule advances with the clock instead of the
-    steps, so that the learning rate still ends low. On a fast one the steps alone decide, and a run repeats.
-    """
-
-    steps: int
-    max_seconds: float
-    peak_lr: float
-    warmup_steps: int
-    weight_decay: float
-    eval_every: int
-    checkpoint_every: int
-    min_lr_ratio: float = 0.02
-    max_grad_norm: float = 1.0
-
-    def learning_rate(self, step: int, progress: float) -> float:
-        """Learning rate at `step`, `progress` in [0, 1] being the share of the training that is done."""
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        decayed = self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine
-        return self.peak_lr * min(1.0, (step + 1) / self.warmup_steps) * decayed
-
-
-@dataclass
 class Settings:
     """All sizes of a run; the defaults are those of one H100 within about eight minutes."""
 
@@ -122,7 +97,7 @@ class Settings:
     sequence_length: int = 2048
     target_batch: int = 16
     target: TrainSettings = field(
-        default_factory=lambda: TrainSettings(700, 120.0, 2.5e-3, 100, 0.1, 50, 500),
+        default_factory=lambda: TrainSettings(700, 120.0, 2.5e-3, 100, 0.1, 50),
     )
     # Generated sequences: a prompt, then the target's greedy continuation up to `generated_length`.
     generated_length: int = 384
@@ -137,7 +112,7 @@ class Settings:
     corpus_anchors: int = 96
     loss_gamma: float = 7.0
     drafter: TrainSettings = field(
-        default_factory=lambda: TrainSettings(6000, 400.0, 1.5e-3, 200, 0.05, 500, 2000),
+        default_factory=lambda: TrainSettings(6000, 400.0, 1.5e-3, 200, 0.05, 500),
     )
     eval_prompts: int = 60
     eval_tokens: int = 128
@@ -152,34 +127,27 @@ class Settings:
     def drafter_dir(self) -> Path:
         return self.out / "drafter"
 
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> "Settings":
+        """Settings from the command line; creates the folders."""
+        settings = cls(args.work, args.out, args.report, args.device, args.seed)
+        if args.smoke:
+            settings.shrink_for_smoke()
+        settings.target.steps = args.target_steps or settings.target.steps
+        settings.target.max_seconds = args.target_seconds or settings.target.max_seconds
+        settings.generation_seconds = args.generation_seconds or settings.generation_seconds
+        settings.drafter.steps = args.drafter_steps or settings.drafter.steps
+        settings.drafter.max_seconds = args.drafter_seconds or settings.drafter.max_seconds
+        return settings
+
     def shrink_for_smoke(self) -> None:
         """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
         self.max_files = 30
         self.sequence_length, self.target_batch = 256, 4
-        self.target = TrainSettings(20, 60.0, 3e-3, 4, 0.1, 10, 10)
+        self.target = TrainSettings(20, 60.0, 3e-3, 4, 0.1, 10)
         self.generated_length, self.generation_batch, self.generation_batches = 96, 8, 3
         self.drafter_batch, self.anchors = 4, 3
         self.corpus_every, self.corpus_batch, self.corpus_anchors = 3, 1, 4
-        self.drafter = TrainSettings(20, 60.0, 2e-3, 4, 0.05, 10, 10)
+        self.drafter = TrainSettings(20, 60.0, 2e-3, 4, 0.05, 10)
         self.eval_prompts, self.eval_tokens, self.exact_prompts = 4, 32, 2
         self.min_accept_length = 1.0
-
-
-def step_generator(seed: int, stage: str, step: int, device: str) -> torch.Generator:
-    """Random numbers that depend on (seed, stage, step) only: a resumed run repeats an unbroken one."""
-    stage_number = ["target", "generate", "drafter"].index(stage)
-    return torch.Generator(device).manual_seed((seed * 8 + stage_number) * 1_000_000 + step)
-
-
-def save_checkpoint(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`, the weights in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rounded = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    write_json(folder / "config.json", config)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON with a final newline."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,8 +8,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tiny_pair.loop import train
-from tiny_pair.settings import EOS_ID, TARGET_CONFIG, Settings, save_checkpoint, step_generator, write_json
+from training.files import save_checkpoint, write_json
+from training.loop import step_generator, train
+from training.tiny.settings import EOS_ID, GENERATE_STAGE, TARGET_CONFIG, TARGET_STAGE, Settings
 
 
 def run_training(settings: Settings) -> None:
@@ -21,7 +22,7 @@ def run_training(settings: Settings) -> None:
     held_out_tokens = load_tokens(settings, "held_out_tokens.pt")
 
     def loss_at(step: int) -> Tensor:
-        generator = step_generator(settings.seed, "target", step, settings.device)
+        generator = step_generator(settings.seed, TARGET_STAGE, step, settings.device)
         windows = random_windows(train_tokens, settings.target_batch, settings.sequence_length + 1, generator)
         return next_token_loss(model, windows, settings.device)
 
@@ -32,9 +33,11 @@ def run_training(settings: Settings) -> None:
         sizes = torch.tensor([len(batch) for batch in windows.split(settings.target_batch)], dtype=torch.float32)
         return {"loss": float((torch.stack(losses).cpu() * sizes).sum() / sizes.sum())}
 
-    train("target", model, loss_at, evaluate, settings.target, settings.work)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_checkpoint(settings.target_dir, TARGET_CONFIG, weights)
+    def save() -> None:
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        save_checkpoint(settings.target_dir, TARGET_CONFIG, weights)
+
+    train("target", model, loss_at, evaluate, save, settings.target, settings.work)
     generation_config = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
     write_json(settings.target_dir / "generation_config.json", generation_config)
 
@@ -55,7 +58,7 @@ def run_generation(settings: Settings) -> None:
     sequences, prompt_sizes = [], []
     started = time.monotonic()
     for index, prompt_length in enumerate(tqdm(prompt_lengths[order].tolist(), desc="generate")):
-        generator = step_generator(settings.seed, "generate", index, settings.device)
+        generator = step_generator(settings.seed, GENERATE_STAGE, index, settings.device)
         prompts = prompt_windows(train_tokens, settings.generation_batch, prompt_length, generator)
         sequences.append(continue_greedily(target, prompts, length).to("cpu", torch.int16))
         prompt_sizes.append(torch.full((len(prompts),), prompt_length))

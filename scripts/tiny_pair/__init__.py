@@ -1,1 +1,0 @@
-"""The stages of `scripts/train_tiny_pair.py`."""

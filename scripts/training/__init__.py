@@ -1,0 +1,1 @@
+"""How `scripts/train_pair.py` trains: what its pairs share, and a folder of stages for each pair."""

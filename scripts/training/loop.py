@@ -1,0 +1,150 @@
+"""The training loop of all models: resumable, bounded in time, losses kept for the report."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from training import processes
+from training.files import write_json
+
+# Reading a loss makes the GPU wait, so losses and the clock are read once in so many steps.
+STEPS_PER_READING = 20
+
+
+@dataclass
+class TrainSettings:
+    """One training: AdamW, warm-up, then a cosine to `min_lr_ratio`.
+
+    `max_seconds` bounds the wall time: on a slow machine the schedule advances with the clock instead of the
+    steps, so that the learning rate still ends low. On a fast one the steps alone decide, and a run repeats.
+    """
+
+    steps: int
+    max_seconds: float
+    peak_lr: float
+    warmup_steps: int
+    weight_decay: float
+    eval_every: int
+    checkpoint_seconds: float = 60.0
+    min_lr_ratio: float = 0.02
+    max_grad_norm: float = 1.0
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """Learning rate at `step`, `progress` in [0, 1] being the share of the training that is done."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        decayed = self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine
+        return self.peak_lr * min(1.0, (step + 1) / self.warmup_steps) * decayed
+
+
+def step_generator(seed: int, stage: int, step: int, device: str) -> torch.Generator:
+    """Random numbers that depend on (seed, stage, step, process) only: a resumed run repeats an unbroken one."""
+    number = (seed * 8 + stage) * 1_000_000 + step
+    return torch.Generator(device).manual_seed(number * 64 + processes.rank())
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    evaluate: Callable[[], dict[str, float]],
+    save: Callable[[], None],
+    settings: TrainSettings,
+    work: Path,
+) -> None:
+    """Train `model` in place and write `work/<name>_losses.json`; several processes average their gradients.
+
+    Args:
+        loss_at: step -> scalar loss of that step's batch; the batch depends on the step and the process alone.
+        evaluate: held-out metrics by name; called with the model in eval mode, by every process.
+        save: writes the model; called with every checkpoint and at the end, by the first process.
+    """
+    optimizer = make_optimizer(model, settings)
+    checkpoint = work / f"{name}_checkpoint.pt"
+    step, elapsed, history = 0, 0.0, {"train": [], "held_out": []}
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, elapsed, history = state["step"], state["elapsed"], json.loads(state["history"])
+
+    is_first = processes.rank() == 0
+    started, saved_at = time.monotonic() - elapsed, elapsed
+    recent: list[Tensor] = []
+    progress_bar = tqdm(total=settings.steps, initial=step, desc=name, mininterval=5, disable=not is_first)
+    while step < settings.steps and elapsed < settings.max_seconds:
+        progress = max(step / settings.steps, elapsed / settings.max_seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate(step, progress)
+        loss = loss_at(step)
+        loss.backward()
+        processes.average_gradients(model.parameters())
+        nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.detach())
+        step += 1
+        progress_bar.update()
+
+        if step % STEPS_PER_READING == 0:
+            history["train"].append([step, round(float(torch.stack(recent).mean()), 4)])
+            recent.clear()
+            elapsed = processes.first_says(time.monotonic() - started)
+            if is_first and elapsed - saved_at >= settings.checkpoint_seconds:
+                saved_at = elapsed
+                save_state(checkpoint, model, optimizer, step, elapsed, history)
+                write_json(work / f"{name}_losses.json", history)
+                save()
+        if step % settings.eval_every == 0:
+            history["held_out"].append([step, evaluate_in_eval_mode(model, evaluate)])
+            progress_bar.set_postfix(history["held_out"][-1][1])
+    progress_bar.close()
+
+    if step % settings.eval_every != 0 or not history["held_out"]:
+        history["held_out"].append([step, evaluate_in_eval_mode(model, evaluate)])
+    history["seconds"] = round(time.monotonic() - started, 1)
+    if is_first:
+        save_state(checkpoint, model, optimizer, step, elapsed, history)
+        write_json(work / f"{name}_losses.json", history)
+        save()
+        print(f"{name}: {step} steps in {history['seconds']:.0f} s, held out {history['held_out'][-1][1]}", flush=True)
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves norm weights alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.peak_lr, betas=(0.9, 0.95), fused=True)
+
+
+def evaluate_in_eval_mode(model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Run `evaluate` without gradients and round what it gives."""
+    model.eval()
+    with torch.no_grad():
+        metrics = {key: round(value, 4) for key, value in evaluate().items()}
+    model.train()
+    return metrics
+
+
+def save_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, elapsed: float, history: dict
+) -> None:
+    """Write a checkpoint in one rename, so that a run that is cut off leaves the last whole one."""
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+        "elapsed": elapsed,
+        "history": json.dumps(history),
+    }
+    torch.save(state, path.with_suffix(".partial"))
+    path.with_suffix(".partial").replace(path)

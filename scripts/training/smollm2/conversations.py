@@ -1,0 +1,157 @@
+"""Generate stage: the target writes both sides of conversations, after its chat template's opening of a user's turn."""
+
+import time
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sglang_dflash.smollm2_pair.make_target import make_target
+from training import processes
+from training.loop import step_generator
+from training.smollm2.decoder import Rows, run_steps, sample
+from training.smollm2.llama import Llama
+from training.smollm2.settings import GENERATE_STAGE, TURN_END_ID, Settings
+
+USER, ANSWER = 0, 1
+NOT_GIVEN = -1
+
+
+def make(settings: Settings) -> None:
+    """The target itself: `work/target`."""
+    if processes.rank() == 0:
+        make_target(settings.source, settings.target_dir)
+
+
+def run(settings: Settings) -> None:
+    """Conversations of every process: `work/generated_<rank>.pt`.
+
+    Holds `tokens` [rows, length] int32, `is_answer` [rows, length] bool (what the target wrote as the assistant, the
+    ends of turns included), `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained
+    on.
+    """
+    llama = Llama(settings.target_dir, settings.device)
+    conversations = Conversations(llama, load_tokenizer(settings), settings)
+    torch.manual_seed(settings.seed * 64 + processes.rank())
+    step = conversations.rows.record(conversations.choose)
+
+    batches, started = [], time.monotonic()
+    while True:
+        batch_started = time.monotonic()
+        generator = step_generator(settings.seed, GENERATE_STAGE, len(batches), settings.device)
+        conversations.begin(generator)
+        run_steps(step, settings.length - conversations.num_opening, f"conversations {len(batches)}")
+        batches.append(conversations.result())
+        # Another one like the last must fit; all processes make as many.
+        now = time.monotonic()
+        if processes.first_says(now - started + (now - batch_started) > settings.generation_seconds):
+            break
+    generated = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    torch.save(generated, settings.work / f"generated_{processes.rank()}.pt")
+    if processes.rank() == 0:
+        num_tokens = generated["tokens"].numel() * processes.count()
+        share = float(generated["is_answer"].float().mean())
+        seconds = time.monotonic() - started
+        print(f"generated: {num_tokens:,} tokens in {seconds:.0f} s, {share:.2f} of them answers", flush=True)
+        for row in generated["tokens"][:3].tolist():
+            print("----", conversations.tokenizer.decode(row), flush=True)
+
+
+def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    """The target's."""
+    return AutoTokenizer.from_pretrained(settings.target_dir)
+
+
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[list[int]]]:
+    """What the chat template writes by itself.
+
+    Returns:
+        opening: up to the first user's words.
+        between: what follows the end of a user's turn, and that of an answer.
+    """
+    messages = [
+        {"role": "user", "content": "X"},
+        {"role": "assistant", "content": "Y"},
+        {"role": "user", "content": "Z"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    opening, rest = text.split("X<|im_end|>")
+    to_answer, rest = rest.split("Y<|im_end|>")
+    to_user = rest.split("Z<|im_end|>")[0]
+    return tokenizer.encode(opening), [tokenizer.encode(to_answer), tokenizer.encode(to_user)]
+
+
+class Conversations:
+    """Rows in which the target speaks in turns; a turn's end is followed by the template's opening of the next.
+
+    Attributes:
+        is_answer: [N, length] bool, see :func:`run`.
+    """
+
+    def __init__(self, llama: Llama, tokenizer: PreTrainedTokenizerBase, settings: Settings):
+        self.settings = settings
+        self.tokenizer = tokenizer
+        opening, between = template_tokens(tokenizer)
+        self.opening, self.num_opening = torch.tensor(opening, device=llama.device), len(opening)
+        # [2, K], filled up with what is not given.
+        between = [torch.tensor(tokens, device=llama.device) for tokens in between]
+        self.between = pad_sequence(between, batch_first=True, padding_value=NOT_GIVEN)
+        self.num_rows = settings.generation_batch
+        # A turn that ends late has its template behind what is kept.
+        spare = self.between.shape[1] + 1
+        self.rows = Rows(llama, self.num_rows, settings.length + spare)
+        self.is_answer = torch.zeros_like(self.rows.given)
+        self.role = torch.zeros(self.num_rows, dtype=torch.long, device=llama.device)
+        self.turn_tokens = torch.zeros_like(self.role)
+        self.template_columns = torch.arange(1, spare, device=llama.device)
+        # [2, N], by role.
+        self.temperatures = torch.zeros(2, self.num_rows, device=llama.device)
+        self.max_turn_tokens = torch.tensor([settings.max_user_tokens, settings.max_answer_tokens], device=llama.device)
+
+    def begin(self, generator: torch.Generator) -> None:
+        """New conversations; their temperatures are drawn."""
+        low, high = self.settings.user_temperatures
+        draws = torch.rand(2, self.num_rows, generator=generator, device=self.role.device)
+        self.temperatures[USER] = low + (high - low) * draws[USER]
+        temperatures, shares = torch.tensor(self.settings.answer_temperatures, device=self.role.device).unbind(1)
+        kinds = torch.searchsorted(shares.cumsum(0), draws[ANSWER]).clamp(max=len(shares) - 1)
+        self.temperatures[ANSWER] = temperatures[kinds]
+        self.rows.tokens[:, : self.num_opening] = self.opening
+        self.rows.given.zero_()
+        self.is_answer.zero_()
+        self.role.zero_()
+        self.turn_tokens.zero_()
+        self.rows.start(self.num_opening)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """See `decoder.Choose`; keeps count of turns."""
+        rows, position = self.rows, self.rows.position
+        is_given = rows.given.index_select(1, position)[:, 0]
+        temperatures = self.temperatures.gather(0, self.role[None])[0]
+        sampled = sample(logits, temperatures)
+        self.turn_tokens += 1
+        is_cut = self.turn_tokens >= self.max_turn_tokens[self.role]
+        is_answer = ~is_given & ~is_cut & (self.role == ANSWER)
+        self.is_answer.index_copy_(1, position, is_answer[:, None])
+        chosen = sampled.masked_fill(is_cut, TURN_END_ID)
+        ends = ~is_given & (chosen == TURN_END_ID)
+
+        columns = position + self.template_columns
+        template = self.between[self.role]
+        is_template = ends[:, None] & (template != NOT_GIVEN)
+        rows.tokens.index_copy_(1, columns, torch.where(is_template, template, rows.tokens.index_select(1, columns)))
+        rows.given.index_copy_(1, columns, is_template | rows.given.index_select(1, columns))
+        # The template's tokens are counted from below zero.
+        self.turn_tokens.copy_(torch.where(ends, -is_template.sum(1), self.turn_tokens))
+        self.role.copy_(torch.where(ends, 1 - self.role, self.role))
+        return chosen
+
+    def result(self) -> dict[str, Tensor]:
+        """What :func:`run` writes, of these rows."""
+        length = self.settings.length
+        return {
+            "tokens": self.rows.tokens[:, :length].to("cpu", torch.int32),
+            "is_answer": self.is_answer[:, :length].cpu(),
+            "temperatures": self.temperatures[ANSWER].cpu(),
+        }

@@ -1,0 +1,125 @@
+"""Shapes and sizes of the drafter of SmolLM2-135M-Instruct, and of its training."""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.loop import TrainSettings
+
+VOCAB_SIZE = 49152
+END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2
+# `<empty_output>`, a token of notebooks, which chats do not have.
+MASK_ID = 16
+MAX_BYTES = 16 * 2**20
+
+# 16.6 MB in bf16. The rows of a block learn of each other once per layer, so this room is for three layers with narrow
+# MLPs, not for two with the target's.
+DRAFTER_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "block_size": 16,
+    "bos_token_id": TURN_START_ID,
+    "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [4, 12, 20, 28]},
+    "dtype": "bfloat16",
+    "eos_token_id": TURN_END_ID,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.02,
+    "intermediate_size": 832,
+    "layer_types": ["full_attention"] * 3,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 3,
+    "model_type": "qwen3",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 3,
+    "num_target_layers": 30,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 100000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCAB_SIZE,
+}
+
+# Each stage draws random numbers of its own (`step_generator`).
+GENERATE_STAGE, DRAFTER_STAGE, EVAL_STAGE = range(3)
+
+
+@dataclass
+class Settings:
+    """All sizes of a run, those of batches per GPU; the defaults are those of four H200 within nine minutes."""
+
+    work: Path
+    out: Path
+    report: Path
+    device: str
+    seed: int
+    # The GGUF file of the target, or the wheel that has it.
+    source: Path | None
+    # A drafter to go on from, as `out/drafter` was written.
+    init: Path | None
+
+    # Conversations: rows of `length` tokens, `generation_batch` at a time.
+    length: int = 1024
+    generation_batch: int = 2048
+    generation_seconds: float = 100.0
+    # A turn that has not ended by then is ended.
+    max_user_tokens: int = 200
+    max_answer_tokens: int = 400
+    # Temperatures of users' turns, and the shares of conversations whose answers have which.
+    user_temperatures: tuple[float, float] = (0.7, 1.0)
+    answer_temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.6, 0.1), (0.8, 0.1), (1.0, 0.2))
+    held_out_share: float = 0.1
+
+    drafter_batch: int = 16
+    anchors: int = 64
+    # Every `long_every`-th step has fewer and longer rows: conversations one after the other.
+    long_every: int = 10
+    long_batch: int = 2
+    long_parts: int = 8
+    long_anchors: int = 256
+    validation_rows: int = 64
+    loss_gamma: float = 7.0
+    drafter: TrainSettings = field(default_factory=lambda: TrainSettings(20_000, 300.0, 1.5e-3, 300, 0.05, 500))
+
+    eval_prompts: int = 200
+    eval_tokens: int = 256
+    long_prompts: int = 24
+    long_prompt_tokens: tuple[int, int] = (3800, 7800)
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> "Settings":
+        """Settings from the command line."""
+        settings = cls(args.work, args.out, args.report, args.device, args.seed, args.source, args.init)
+        if args.smoke:
+            settings.shrink_for_smoke()
+        settings.generation_seconds = args.generation_seconds or settings.generation_seconds
+        settings.drafter.steps = args.drafter_steps or settings.drafter.steps
+        settings.drafter.max_seconds = args.drafter_seconds or settings.drafter.max_seconds
+        settings.drafter.peak_lr = args.drafter_lr or settings.drafter.peak_lr
+        return settings
+
+    @property
+    def target_dir(self) -> Path:
+        return self.work / "target"
+
+    @property
+    def drafter_dir(self) -> Path:
+        return self.out / "drafter"
+
+    def shrink_for_smoke(self) -> None:
+        """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
+        self.length, self.generation_batch, self.generation_seconds = 96, 8, 1.0
+        self.max_user_tokens, self.max_answer_tokens = 24, 24
+        self.drafter_batch, self.anchors = 2, 3
+        self.long_every, self.long_batch, self.long_parts, self.long_anchors = 4, 1, 2, 4
+        self.validation_rows = 2
+        self.drafter = TrainSettings(20, 60.0, 1e-3, 4, 0.05, 20)
+        self.eval_prompts, self.eval_tokens, self.long_prompts = 1, 12, 1
+        self.long_prompt_tokens = (40, 60)

@@ -1,0 +1,156 @@
+"""The training of drafters (scripts/train_pair.py), every stage of it at tiny sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_pair
+from smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
+from training import smollm2
+from training.loop import TrainSettings
+from training.smollm2.conversations import template_tokens
+from training.smollm2.decoder import Rows
+from training.smollm2.llama import Llama
+from training.smollm2.settings import DRAFTER_CONFIG, TURN_END_ID, Settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.oracle.decode import dflash_generate
+from sglang_dflash.oracle.drafter import ReferenceDrafter
+
+ROOT = Path(__file__).parents[2]
+LAYER_IDS = [0, 1]
+SMALL_DRAFTER = DRAFTER_CONFIG | {
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 16, "target_layer_ids": LAYER_IDS},
+    "head_dim": HIDDEN // HEADS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FEED_FORWARD,
+    "max_position_embeddings": CONTEXT,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_target_layers": LAYERS,
+    "vocab_size": len(TOKENS),
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_gguf(folder / "model.gguf")
+    settings = Settings(folder, folder / "pair", folder / "report", "cpu", 0, folder / "model.gguf", None)
+    settings.shrink_for_smoke()
+    settings.length, settings.generation_seconds, settings.generation_batch = 200, 0.1, 16
+    settings.drafter = TrainSettings(60, 60.0, 5e-3, 4, 0.05, 60)
+    settings.out.mkdir()
+    settings.report.mkdir()
+    return settings
+
+
+@pytest.fixture(scope="module")
+def trained(settings):
+    """The settings of a run that has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL_DRAFTER.items():
+            patch.setitem(DRAFTER_CONFIG, name, value)
+        train_pair.run_stages(smollm2.STAGES, "all", settings)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """transformers' model of the target."""
+    return AutoModelForCausalLM.from_pretrained(trained.target_dir, dtype=torch.float32).eval()
+
+
+def test_features_are_hidden_states(trained, target):
+    tokens = torch.randint(len(TOKENS), (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = target(tokens, output_hidden_states=True).hidden_states
+
+    features = Llama(trained.target_dir, "cpu").features(tokens, LAYER_IDS)
+
+    torch.testing.assert_close(features, torch.cat([states[i + 1] for i in LAYER_IDS], dim=-1), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_grow_as_by_transformers(trained, target):
+    """Rows of prompts of different lengths, greedily."""
+    rows = Rows(Llama(trained.target_dir, "cpu"), 2, 60)
+    prompts = torch.randint(17, len(TOKENS), (2, 30), generator=torch.Generator().manual_seed(1))
+    for row, length in enumerate((30, 11)):
+        rows.tokens[row, :length] = prompts[row, :length]
+        rows.given[row, :length] = True
+    rows.start(11)
+    for _ in range(60 - 11):
+        rows.step(lambda logits: logits.argmax(-1))
+
+    for row, length in enumerate((30, 11)):
+        prompt = prompts[row : row + 1, :length]
+        options = {"do_sample": False, "max_new_tokens": 60 - length, "eos_token_id": None}
+        expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert rows.tokens[row].tolist() == expected[0].tolist()
+
+
+def test_answers_are_the_targets(trained, target):
+    """What is marked as an answer follows the template's opening of one, and is the target's choice where greedy."""
+    generated = torch.load(trained.work / "generated_0.pt", weights_only=True)
+    tokens, is_answer = generated["tokens"].long(), generated["is_answer"]
+    opening, (to_answer, _) = template_tokens(AutoTokenizer.from_pretrained(trained.target_dir))
+    assert tokens.shape == (trained.generation_batch, trained.length)
+    assert is_answer.any(1).all() and not is_answer[:, : len(opening)].any()
+    with torch.no_grad():
+        choices = target(tokens).logits.argmax(-1)
+    is_greedy = generated["temperatures"] == 0
+    assert is_greedy.any() and not is_greedy.all()
+    greedy = is_answer[is_greedy][:, 1:]
+    assert torch.equal(tokens[is_greedy][:, 1:][greedy], choices[is_greedy][:, :-1][greedy])
+    for row, marked in zip(tokens.tolist(), is_answer.tolist()):
+        assert row[: len(opening)] == opening
+        for i in range(1, len(row)):
+            if marked[i] and not marked[i - 1]:
+                assert row[i - len(to_answer) : i] == to_answer
+            if marked[i - 1] and not marked[i]:
+                assert row[i] == TURN_END_ID or row[i - 1] == TURN_END_ID
+
+
+def test_measured_cycles_are_those_of_the_batch_1_algorithm(trained, target):
+    tokenizer = AutoTokenizer.from_pretrained(trained.target_dir)
+    drafter = ReferenceDrafter.from_pretrained(trained.drafter_dir, torch.float32)
+    prompts = json.loads((trained.work / "eval_prompts.json").read_text())
+    measured = json.loads((trained.report / "eval.json").read_text())
+    assert set(measured) >= {"code", "maths", "long"}
+    lengths = []
+    for kind in ("code", "maths", "long"):
+        message = [{"role": "user", "content": prompts[kind][0]}]
+        chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        prompt = torch.tensor(tokenizer.encode(chat))
+        output = dflash_generate(target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,))
+
+        result = measured[kind]["greedy"]
+        assert result["tokens"] == len(output.tokens) - 1
+        assert result["cycles"] == len(output.accept_lengths)
+        lengths += output.accept_lengths
+    assert max(lengths) > 1
+
+
+def test_what_is_done_is_not_done_again(trained):
+    drafter = trained.drafter_dir / "model.safetensors"
+    written = drafter.stat().st_mtime_ns
+    train_pair.run_stages(smollm2.STAGES, "all", trained)
+    assert drafter.stat().st_mtime_ns == written
+
+
+def test_tiny_pair(tmp_path):
+    """The command line, and a pair whose target is trained too."""
+    command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", "tiny", "--device", "cpu", "--smoke"]
+    command += ["--out", tmp_path / "pair", "--work", tmp_path / "work"]
+    command += ["--target-steps", "4", "--drafter-steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+    assert run.returncode == 0, run.stderr[-4000:]
+    summary = json.loads((tmp_path / "work/report/summary.json").read_text())
+    assert summary
+    AutoModelForCausalLM.from_pretrained(tmp_path / "pair/target")
+    ReferenceDrafter.from_pretrained(tmp_path / "pair/drafter")
