@@ -191,7 +191,7 @@ def verify_block(bs: int, args: argparse.Namespace) -> Case:
     states = torch.randn(bs + 1, VALUE_HEADS, KEY_SIZE, KEY_SIZE, device=DEVICE)
     slots = 1 + torch.randperm(bs, dtype=torch.int32, device=DEVICE)
     inputs = block_inputs(1, bs)
-    kept = tuple(x[0] for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta))
+    kept = tuple(x[0] for x in (inputs.key, inputs.change, inputs.log_decay))
     num_bytes = states[1:].nbytes + qkv.nbytes + value.numel() * 2 + a.nbytes + b.nbytes + sum(x.nbytes for x in kept)
     return Case((query, key, value, a, b, a_log, dt_bias, states, slots, *kept), num_bytes)
 
@@ -206,7 +206,7 @@ def commit_state(bs: int, args: argparse.Namespace) -> Case:
     slots = StateSlots(current, torch.zeros(bs + 1, 2, dtype=torch.int64, device=DEVICE), turn)
     is_due = torch.ones(1, dtype=torch.int64, device=DEVICE)
     arguments = (states, inputs, slots, 1 + rows(bs), seq_lens(bs, args), lens, 1 << 20, is_due)
-    per_token = sum(x[:, 0, 0].nbytes for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta))
+    per_token = sum(x[:, 0, 0].nbytes for x in (inputs.key, inputs.change, inputs.log_decay))
     num_bytes = 2 * states.temporal[:, 1:].nbytes + 2 * states.conv[:, 1:].nbytes + int(lens.sum()) * per_token
     return Case(arguments, num_bytes)
 
@@ -218,9 +218,8 @@ def block_inputs(num_layers: int, bs: int) -> BlockInputs:
     return BlockInputs(
         conv=conv.unfold(2, CONV_PLACES, 1),
         key=torch.randn(*block, KEY_HEADS, KEY_SIZE, device=DEVICE).bfloat16(),
-        value=torch.randn(*block, VALUE_HEADS, KEY_SIZE, device=DEVICE).bfloat16(),
+        change=torch.randn(*block, VALUE_HEADS, KEY_SIZE, device=DEVICE),
         log_decay=-torch.rand(*block, VALUE_HEADS, device=DEVICE),
-        beta=torch.rand(*block, VALUE_HEADS, device=DEVICE),
     )
 
 

@@ -101,23 +101,21 @@ class States:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What Gated DeltaNet layers computed of every token of a verified block, from which states are computed again.
+    """What Gated DeltaNet layers computed of every token of a verified block, and the states after it are made of.
 
     Row i is that of the i-th request of the batch, B tokens of a block.
 
     Attributes:
         conv: [L, rows, B, C, S], the state of the convolution after every token; may overlap in memory.
         key: [L, rows, B, H, K], before its norm.
-        value: [L, rows, B, HV, V].
-        log_decay: [L, rows, B, HV] float32.
-        beta: [L, rows, B, HV] float32.
+        change: [L, rows, B, HV, V] float32, what the token puts into the state at its key, by the key's length.
+        log_decay: [L, rows, B, HV] float32, of what was in the state before.
     """
 
     conv: torch.Tensor
     key: torch.Tensor
-    value: torch.Tensor
+    change: torch.Tensor
     log_decay: torch.Tensor
-    beta: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Targets with recurrent layers: verification runs ahead of what is accepted, and their states must not.
 
-Of Gated DeltaNet layers a verified block leaves the inputs of every token behind, not the state after each, which is a
-hundred times larger; once it is known how many tokens are accepted, the states are advanced by these.
+Of Gated DeltaNet layers a verified block leaves behind what every token puts into the state, not the state after each,
+which is fifty times larger; once it is known how many tokens are accepted, the states are advanced by these.
 
 This is the only file that knows how SGLang keeps recurrent states, which it calls mamba's.
 """
@@ -81,7 +81,7 @@ def check_arguments(server_args: ServerArgs) -> None:
 
 @dataclass(frozen=True)
 class _Window:
-    """Memory of the verified tokens' inputs, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
+    """What verified tokens put into states, [layers, rows, tokens of a block, ...]; see :class:`BlockInputs`."""
 
     conv_memory: torch.Tensor
     inputs: BlockInputs
@@ -103,15 +103,14 @@ class _Window:
         inputs = BlockInputs(
             conv=conv_memory.unfold(2, length, 1),
             key=empty(num_key_heads, key_size, dtype=conv.dtype),
-            value=empty(num_value_heads, value_size, dtype=conv.dtype),
+            change=empty(num_value_heads, value_size, dtype=torch.float32),
             log_decay=empty(num_value_heads, dtype=torch.float32),
-            beta=empty(num_value_heads, dtype=torch.float32),
         )
         return cls(conv_memory, inputs)
 
     @property
     def nbytes(self) -> int:
-        rest = (self.inputs.key, self.inputs.value, self.inputs.log_decay, self.inputs.beta)
+        rest = (self.inputs.key, self.inputs.change, self.inputs.log_decay)
         return self.conv_memory.nbytes + sum(tensor.nbytes for tensor in rest)
 
 
@@ -121,8 +120,8 @@ def window_bytes_per_request(cache_params, block_size: int) -> int:
     num_value_heads, value_size, key_size = shape.temporal
     (channels, length), heads = shape.conv[0], shape.num_k_heads_per_tp
     per_layer = channels * (length + block_size - 1) * dtype.conv.itemsize
-    per_layer += block_size * (heads * key_size + num_value_heads * value_size) * dtype.conv.itemsize
-    per_layer += block_size * 2 * num_value_heads * torch.float32.itemsize
+    per_layer += block_size * heads * key_size * dtype.conv.itemsize
+    per_layer += block_size * num_value_heads * (value_size + 1) * torch.float32.itemsize
     return len(cache_params.layers) * per_layer
 
 
@@ -149,9 +148,8 @@ def allocate_states(original, pool: MambaPool, **kwargs) -> None:
         intermediate_ssm=None,
         intermediate_conv_window=[inputs.conv],
         replayssm_rawk=inputs.key,
-        replayssm_rawv=inputs.value,
+        replayssm_rawv=inputs.change,
         replayssm_g=inputs.log_decay,
-        replayssm_beta=inputs.beta,
     )
     pool._intermediate_conv_window_phys = [window.conv_memory]
     pool.replayssm_spec_fold = True
@@ -216,9 +214,8 @@ def verify_and_keep_inputs(
         states=ssm_states,
         slots=cache_indices,
         key_out=layer_cache.replayssm_rawk,
-        value_out=layer_cache.replayssm_rawv,
+        change_out=layer_cache.replayssm_rawv,
         log_decay_out=layer_cache.replayssm_g,
-        beta_out=layer_cache.replayssm_beta,
     )
     return output.flatten(0, 1)[None]
 
@@ -257,9 +254,8 @@ class RecurrentState:
         self._inputs = BlockInputs(
             conv=cache.intermediate_conv_window[0],
             key=cache.replayssm_rawk,
-            value=cache.replayssm_rawv,
+            change=cache.replayssm_rawv,
             log_decay=cache.replayssm_g,
-            beta=cache.replayssm_beta,
         )
         # Both are written where requests get their slots.
         current = pool.req_index_to_mamba_index_mapping
@@ -297,7 +293,7 @@ class RecurrentState:
         """For `/server_info`."""
         pool = self._pool.mamba_pool
         states, num_rows = self._states, self._inputs.key.shape[1]
-        window = (self._inputs.key, self._inputs.value, self._inputs.log_decay, self._inputs.beta)
+        window = (self._inputs.key, self._inputs.change, self._inputs.log_decay)
         input_bytes = pool._intermediate_conv_window_phys[0].nbytes + sum(tensor.nbytes for tensor in window)
         return {
             "slots": pool.size,

@@ -1,6 +1,6 @@
 """Targets with Gated DeltaNet layers on a GPU, with random weights and drafts that are their own text with errors.
 
-In float32 on triton the text is the same to the last token; in bf16 on the other backends up to ties.
+In bf16, up to ties: SGLang's kernels for their prompts take no float32. tests/e2e has them in float32, on a CPU.
 """
 
 import json
@@ -11,7 +11,7 @@ import hybrid
 import pytest
 import torch
 from engine_process import run
-from targets import PLUGIN, drafts, expected_cycles
+from targets import PLUGIN, drafts
 from ties import describe_difference, first_difference
 
 INTERVAL = 64
@@ -26,17 +26,10 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "enable_multimodal": False,
 }
-# As in test_target_classes.py.
-EXACT = {"dtype": "float32", "attention_backend": "triton", "enable_deterministic_inference": True}
-EXACT_ENV = {
-    "TRITON_F32_DEFAULT": "ieee",
-    "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "1",
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-}
 DFLASH = {"speculative_algorithm": "DFLASH", "mamba_track_interval": INTERVAL}
-# Sizes that these kernels have for heads, and those of published models.
-EXACT_SIZES = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+# Of heads, as published models have them.
 SIZES = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+BACKENDS = ["fa3", "flashinfer", "triton"]
 ARCHITECTURES = ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
 NEW_TOKENS = 170
 # Tokens of a text, behind its prompt, from which it is continued.
@@ -48,7 +41,7 @@ RETRACTED = {
     "SGLANG_TEST_RETRACT_INTERVAL": "11",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
-TIE = 0.5
+TIE = 0.25
 
 
 def call(prompts: list[list[int]], num_tokens: int) -> dict:
@@ -60,16 +53,16 @@ def call(prompts: list[list[int]], num_tokens: int) -> dict:
 class Case:
     """A target's own text, and what it is with DFLASH."""
 
-    def __init__(self, folder: Path, architecture: str, sizes: dict, flags: dict, env: dict) -> None:
+    def __init__(self, folder: Path, architecture: str, backend: str) -> None:
         self._folder = folder
-        target = hybrid.write_target(folder / "target", architecture, **sizes)
-        self._drafter = hybrid.write_drafter(folder / "drafter", head_dim=sizes["head_dim"])
-        self._engine, self._env = ENGINE | flags | {"model_path": str(target)}, env
+        target = hybrid.write_target(folder / "target", architecture, **SIZES)
+        self._drafter = hybrid.write_drafter(folder / "drafter", head_dim=SIZES["head_dim"])
+        self._engine = ENGINE | {"dtype": "bfloat16", "attention_backend": backend, "model_path": str(target)}
 
     def write(self, prompts: list[list[int]], num_tokens: int) -> list[dict]:
         """The target's own text."""
         asked = call(prompts, num_tokens) | {"return_logprob": True, "top_logprobs_num": 2}
-        [answers], _ = run(self._folder, self._engine, [asked], self._env)
+        [answers], _ = run(self._folder, self._engine, [asked], {})
         return answers
 
     def draft(self, calls: list[dict], texts: list[list[int]], flags: dict, env: dict) -> tuple[list, dict]:
@@ -78,8 +71,7 @@ class Case:
         known = [{"input_ids": p, "output_ids": d} for p, d in zip(prompts, texts, strict=True)]
         path = self._folder / "drafts.json"
         path.write_text(json.dumps(known))
-        env = self._env | env | {"ORACLE_DRAFTS": str(path)}
-        env["PYTHONPATH"] = f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
+        env = env | {"ORACLE_DRAFTS": str(path), "PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
         engine = self._engine | DFLASH | {"speculative_draft_model_path": str(self._drafter)} | flags
         answers, described = run(self._folder, engine, calls, env)
         assert described["worker"] == "DFlashWorker"
@@ -93,13 +85,13 @@ def part_of(plain: dict, begin: int, num_tokens: int) -> dict:
     return {"output_ids": plain["output_ids"][span], "meta_info": {"output_top_logprobs": top}}
 
 
-def is_tie(want: dict, got: dict, tie: float) -> bool:
-    differs = first_difference(want, got)
-    best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][differs][:2])
-    return best - second <= tie
+def lead(want: dict, got: dict) -> float:
+    """Of the best token over the second, in nats, where two answers part."""
+    best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][first_difference(want, got)][:2])
+    return best - second
 
 
-def check_texts(case: Case, flags: dict, env: dict, tie: float) -> None:
+def check_texts(case: Case, flags: dict, env: dict) -> None:
     prompts = [hybrid.prompt_of(length, length) for length in (1, 63, 64, 65, 129, 301, 20, 200)]
     plain = case.write(prompts, NEW_TOKENS + CONTINUED)
     # Texts that repeat themselves would hide what a state has.
@@ -117,55 +109,54 @@ def check_texts(case: Case, flags: dict, env: dict, tie: float) -> None:
     # Of a state for each of a block's tokens.
     dense = hybrid.BLOCK_SIZE * states["bytes_per_slot"]
     assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * dense
-    same, hits = 0, 0
+    same, hits, leads = 0, 0, [0.0]
     for begin, some in zip(begins, answers, strict=True):
         for answer, own in zip(some, plain, strict=True):
             want = part_of(own, begin, len(answer["output_ids"]))
             if first_difference(want, answer) is None:
                 same += 1
             else:
-                assert is_tie(want, answer, tie), f"from {begin}: {describe_difference(want, answer)}"
+                leads.append(lead(want, answer))
+                assert leads[-1] <= TIE, f"from {begin}: {describe_difference(want, answer)}"
             hits += begin > 0 and answer["meta_info"]["cached_tokens"] >= INTERVAL
-    print(f"\n{same} of {len(texts)} identical, {hits} of {len(CUTS) * len(prompts)} from the cache")
-    assert same >= (1.0 if tie == 0 else 0.5) * len(texts)
+    print(
+        f"\n{same} of {len(texts)} identical, the others part at a tie, {max(leads):.4f} nats at most; "
+        f"{hits} of {len(CUTS) * len(prompts)} from the cache"
+    )
+    # A random target is unsure of every token, and bf16 leaves ties in most of its texts.
+    assert same >= 0.15 * len(texts)
     # Retracted requests may have lost theirs.
     assert hits >= (0.25 if env else 0.75) * len(CUTS) * len(prompts)
-    if not env and tie == 0:
-        for own, prompt, answer in zip(plain, prompts, answers[0]):
-            text = own["output_ids"]
-            cycles = expected_cycles(text[:NEW_TOKENS], drafts(prompt, text)[:NEW_TOKENS])
-            assert answer["meta_info"]["spec_verify_ct"] == cycles or "speculative_adaptive" in flags
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["replayed", "adaptive", "eager", "retracted"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_exact(architecture, kind, tmp_path):
-    flags = {
-        "adaptive": {"speculative_adaptive": True},
-        "eager": {"disable_cuda_graph": True},
-    }.get(kind, {})
-    case = Case(tmp_path, architecture, EXACT_SIZES, EXACT, EXACT_ENV)
-    check_texts(case, flags, RETRACTED if kind == "retracted" else {}, tie=0.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["replayed", "retracted"])
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_up_to_ties(backend, kind, tmp_path):
-    flags = {"dtype": "bfloat16", "attention_backend": backend}
-    case = Case(tmp_path, "Qwen3_5ForConditionalGeneration", SIZES, flags, {})
-    check_texts(case, {}, RETRACTED if kind == "retracted" else {}, TIE)
+    case = Case(tmp_path, ARCHITECTURES[0], backend)
+    check_texts(case, {}, RETRACTED if kind == "retracted" else {})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_other_classes(architecture, tmp_path):
+    check_texts(Case(tmp_path, architecture, "fa3"), {}, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags", [{"speculative_adaptive": True}, {"disable_cuda_graph": True}], ids=["adaptive", "eager"]
+)
+def test_other_cycles(flags, tmp_path):
+    check_texts(Case(tmp_path, ARCHITECTURES[0], "fa3"), flags, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_wrong_drafts_leave_nothing(backend, tmp_path):
-    """512 blocks, of each of which nothing is accepted; in float32 on triton."""
-    is_exact, prompts = backend == "triton", [hybrid.prompt_of(77, 5)]
-    flags = EXACT if is_exact else {"dtype": "bfloat16", "attention_backend": backend}
-    sizes = EXACT_SIZES if is_exact else SIZES
-    case = Case(tmp_path, "Qwen3_5ForConditionalGeneration", sizes, flags, EXACT_ENV if is_exact else {})
+    """512 blocks, of each of which nothing is accepted."""
+    prompts = [hybrid.prompt_of(77, 5)]
+    case = Case(tmp_path, ARCHITECTURES[0], backend)
     [plain] = case.write(prompts, 513)
 
     wrong = [token ^ 1 for token in plain["output_ids"]]
@@ -176,7 +167,7 @@ def test_wrong_drafts_leave_nothing(backend, tmp_path):
     if differs is None:
         assert answer["meta_info"]["spec_verify_ct"] == 512
     else:
-        assert not is_exact and is_tie(plain, answer, TIE)
+        assert lead(plain, answer) <= TIE
 
 
 @pytest.mark.gpu
@@ -202,9 +193,8 @@ def test_states_are_those_of_decoding(accept_len):
     inputs = BlockInputs(
         conv=torch.zeros(*shape, 8, 3, device=device, dtype=dtype),
         key=torch.zeros(*shape, heads, size, device=device, dtype=dtype),
-        value=torch.zeros(*shape, value_heads, size, device=device, dtype=dtype),
+        change=torch.zeros(*shape, value_heads, size, device=device),
         log_decay=torch.zeros(*shape, value_heads, device=device),
-        beta=torch.zeros(*shape, value_heads, device=device),
     )
     table = StateSlots(
         torch.arange(bs + 1, dtype=torch.int32, device=device),
@@ -224,7 +214,7 @@ def test_states_are_those_of_decoding(accept_len):
             dt_bias,
             states.temporal[0],
             slots,
-            *(x[0] for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)),
+            *(x[0] for x in (inputs.key, inputs.change, inputs.log_decay)),
         )
         verified += output[:, :accept_len].unbind(1)
         lens = torch.full((bs,), accept_len, device=device)

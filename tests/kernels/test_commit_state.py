@@ -19,9 +19,8 @@ def arguments(bs, shape, dtype, num_kept, device):
     inputs = BlockInputs(
         conv=memory.unfold(2, places, 1),
         key=torch.randn(*block, heads, key_size, device=device).to(dtype),
-        value=torch.randn(*block, value_heads, value_size, device=device).to(dtype),
+        change=torch.randn(*block, value_heads, value_size, device=device),
         log_decay=-torch.rand(*block, value_heads, device=device),
-        beta=torch.rand(*block, value_heads, device=device),
     )
     taken = 1 + torch.randperm(num_slots - 1, device=device)
     req_pool_indices = torch.randperm(bs + 3, device=device)[:bs]

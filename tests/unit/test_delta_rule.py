@@ -31,7 +31,7 @@ class Case:
             random(LAYERS, num_slots, CHANNELS, 3), random(LAYERS, num_slots, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)
         )
         self.before = States(self.states.conv.clone(), self.states.temporal.clone())
-        sizes = ((CHANNELS, 3), (HEADS, KEY_SIZE), (VALUE_HEADS, VALUE_SIZE), (VALUE_HEADS,), (VALUE_HEADS,))
+        sizes = ((CHANNELS, 3), (HEADS, KEY_SIZE), (VALUE_HEADS, VALUE_SIZE), (VALUE_HEADS,))
         self.inputs = BlockInputs(*(torch.full((LAYERS, rows + 1, BLOCK, *size), torch.nan) for size in sizes))
         self.q, self.k, self.v, self.a, self.b = (
             random(LAYERS, rows, width, *size)
@@ -54,7 +54,7 @@ class Case:
                     self.dt_bias,
                     self.states.temporal[layer],
                     self.slots,
-                    *(x[layer] for x in (self.inputs.key, self.inputs.value, self.inputs.log_decay, self.inputs.beta)),
+                    *(x[layer] for x in (self.inputs.key, self.inputs.change, self.inputs.log_decay)),
                 )
                 for layer in range(LAYERS)
             ]

@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.ops.kernels.delta_rule import KEYS, key_columns, normalize, update
+from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, advance
 from sglang_dflash.types import BlockInputs, States, StateSlots
 
-# Rows of a state per warp: see `verify_block.py`.
-_ROWS = 8
+# Rows and columns of a state per program.
+_ROWS = 32
+_COLUMNS = 128
+_WARPS = 4
 _CHANNELS = 512
 
 
@@ -50,15 +52,14 @@ def _commit_temporal_kernel(
     state_layer_stride,
     state_stride,
     key,
-    value,
+    change,
     log_decay,
-    beta,
     key_layer_stride,
     key_stride,
-    value_layer_stride,
-    value_stride,
-    gate_layer_stride,
-    gate_stride,
+    change_layer_stride,
+    change_stride,
+    log_decay_layer_stride,
+    log_decay_stride,
     current,
     kept,
     turn,
@@ -72,11 +73,14 @@ def _commit_temporal_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    K_TILES: tl.constexpr,
+    W: tl.constexpr,
     V_TILES: tl.constexpr,
+    K_TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    head = tl.program_id(0) // V_TILES
+    head = tl.program_id(0) // (V_TILES * K_TILES)
     layer = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     slot, kept_slot, accept_len, kept_step = _plan(
@@ -84,38 +88,27 @@ def _commit_temporal_kernel(
     )
     if slot == 0:
         return
-    row = tl.program_id(0) % V_TILES * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) // K_TILES % V_TILES * ROWS + tl.arange(0, ROWS)
     is_row = row < V
-    column = key_columns(K_TILES)
+    column = tl.program_id(0) % K_TILES * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < K
-    is_state = is_row[None, :, None] & is_column[:, None, :]
-    states += layer * state_layer_stride + head * V * K + row[None, :, None] * K + column[:, None, :]
+    is_state = is_row[:, None] & is_column[None, :]
+    states += layer * state_layer_stride + head * V * K + row[:, None] * K + column[None, :]
     state = tl.load(states + slot * state_stride, mask=is_state, other=0.0)
-    key += layer * key_layer_stride + request * key_stride + head // (HV // H) * K + column
-    value += layer * value_layer_stride + request * value_stride + head * V + row
-    log_decay += layer * gate_layer_stride + request * gate_stride + head
-    beta += layer * gate_layer_stride + request * gate_stride + head
-
-    # Of the next token: it is on its way while this one is computed with.
-    next_key = tl.load(key, mask=is_column, other=0.0)
-    next_value = tl.load(value, mask=is_row, other=0.0)
-    next_log_decay = tl.load(log_decay)
-    next_beta = tl.load(beta)
-    for step in range(accept_len):
-        token_key, token_value, token_log_decay, token_beta = next_key, next_value, next_log_decay, next_beta
-        has_next = step + 1 < accept_len
-        key += H * K
-        value += HV * V
-        log_decay += HV
-        beta += HV
-        next_key = tl.load(key, mask=is_column & has_next, other=0.0)
-        next_value = tl.load(value, mask=is_row & has_next, other=0.0)
-        next_log_decay = tl.load(log_decay, mask=has_next, other=0.0)
-        next_beta = tl.load(beta, mask=has_next, other=0.0)
-        state = update(state, normalize(token_key), token_value, token_log_decay, token_beta)
-        if (step == kept_step) & (kept_slot > 0):
-            tl.store(states + kept_slot * state_stride, state, mask=is_state)
-    tl.store(states + slot * state_stride, state, mask=is_state)
+    token = tl.arange(0, W)
+    is_token = token < accept_len
+    key += layer * key_layer_stride + request * key_stride
+    key += (token[:, None] * H + head // (HV // H)) * K + column[None, :]
+    change += layer * change_layer_stride + request * change_stride + (token[:, None] * HV + head) * V + row[None, :]
+    log_decay += layer * log_decay_layer_stride + request * log_decay_stride + token * HV + head
+    block_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0)
+    block_change = tl.load(change, mask=is_token[:, None] & is_row[None, :], other=0.0)
+    block_log_decay = tl.load(log_decay, mask=is_token, other=0.0)
+    if kept_slot > 0:
+        at_boundary = advance(state, block_key, block_change, block_log_decay, kept_step + 1, W, PRECISION)
+        tl.store(states + kept_slot * state_stride, at_boundary, mask=is_state)
+    last = advance(state, block_key, block_change, block_log_decay, accept_len, W, PRECISION)
+    tl.store(states + slot * state_stride, last, mask=is_state)
 
 
 @triton.jit
@@ -192,27 +185,29 @@ def commit_state(
         is_due,
     )
     num_kept = 0 if slots.kept is None else slots.kept.shape[1]
-    value_tiles = triton.cdiv(value_size, _ROWS)
-    _commit_temporal_kernel[(num_value_heads * value_tiles, num_layers, bs)](
+    value_tiles, key_tiles = triton.cdiv(value_size, _ROWS), triton.cdiv(key_size, _COLUMNS)
+    _commit_temporal_kernel[(num_value_heads * value_tiles * key_tiles, num_layers, bs)](
         states.temporal,
         *states.temporal.stride()[:2],
         inputs.key,
-        inputs.value,
+        inputs.change,
         inputs.log_decay,
-        inputs.beta,
         *inputs.key.stride()[:2],
-        *inputs.value.stride()[:2],
-        *inputs.beta.stride()[:2],
+        *inputs.change.stride()[:2],
+        *inputs.log_decay.stride()[:2],
         *plan,
         NUM_KEPT=num_kept,
         H=num_key_heads,
         HV=num_value_heads,
         K=key_size,
         V=value_size,
-        K_TILES=triton.next_power_of_2(triton.cdiv(key_size, KEYS.value)),
+        W=max(MIN_SIZE, triton.next_power_of_2(inputs.key.shape[2])),
         V_TILES=value_tiles,
+        K_TILES=key_tiles,
         ROWS=_ROWS,
-        num_warps=1,
+        COLUMNS=_COLUMNS,
+        PRECISION=PRECISION,
+        num_warps=_WARPS,
     )
     _commit_conv_kernel[(triton.cdiv(num_channels, _CHANNELS), num_layers, bs)](
         states.conv,

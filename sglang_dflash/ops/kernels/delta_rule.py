@@ -1,8 +1,14 @@
 """The gated delta rule of Gated DeltaNet layers, for every kernel that advances a state or reads it.
 
-See :mod:`sglang_dflash.ops.reference.delta_rule`. A state of a head, or some rows of it, is [K / KEYS, rows, KEYS], and
-a key or query [K / KEYS, KEYS], all float32: a sum over K is then over numbers of the same thread first and over eight
-threads after it, not over all of a warp, once for every row.
+See :mod:`sglang_dflash.ops.reference.delta_rule`. All W tokens of a block at once: with S the state before it,
+decay(i) the product of the decays of tokens 0 to i, decay(i, j) that of tokens j + 1 to i, and keys and queries of
+length 1, what token i puts into the state at its key, and what it reads, are
+
+    u_i = beta_i (v_i - decay(i) S k_i - sum over j < i of decay(i, j) (k_i k_j) u_j)
+    o_i = decay(i) S q_i + sum over j <= i of decay(i, j) (q_i k_j) u_j
+
+and the state after it is decay(i) S + sum over j <= i of decay(i, j) u_j k_j^T. Source: the WY form of Gated Delta
+Networks (Yang et al., arXiv 2412.06464, section 3.3), here without the state after the block.
 """
 
 from __future__ import annotations
@@ -10,7 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-KEYS = tl.constexpr(32)
+# Of products of matrices in float32: about as exact as float32, on tensor cores.
+PRECISION = "tf32x3"
+# The least size that a product of matrices has.
+MIN_SIZE = 16
 
 
 @triton.jit
@@ -24,27 +33,58 @@ def gates(a_log, a, dt_bias, b):
 
 
 @triton.jit
-def normalize(x):
-    """A query or key, of whatever dtype, of length 1."""
-    x = x.to(tl.float32)
-    return x / tl.sqrt(tl.sum(tl.sum(x * x, axis=0), axis=0) + 1e-6)
+def inverse_length(squares):
+    """What queries or keys are multiplied by to have length 1; squares: sums of their numbers' squares."""
+    return 1.0 / tl.sqrt(squares + 1e-6)
 
 
 @triton.jit
-def update(state, key, value, log_decay, beta):
-    """The state after one more token; value: [rows]."""
-    state = state * tl.exp(log_decay)
-    change = (value.to(tl.float32) - tl.sum(tl.sum(state * key[:, None, :], axis=0), axis=1)) * beta
-    return state + change[None, :, None] * key[:, None, :]
+def add_product(total, x, state, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x state; x: float32, if IS_SHORT numbers of 16 bits; state: float32."""
+    if IS_SHORT:
+        # They are numbers of tf32, and a float32 is the sum of two, up to half of its last digit.
+        high = ((state.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        total = tl.dot(x, state - high, acc=total, input_precision="tf32")
+        return tl.dot(x, high, acc=total, input_precision="tf32")
+    return tl.dot(x, state, acc=total, input_precision=PRECISION)
 
 
 @triton.jit
-def read(state, query, scale):
-    """What a query finds in a state: [rows]; scale: 1 / sqrt(K)."""
-    return tl.sum(tl.sum(state * (query * scale)[:, None, :], axis=0), axis=1)
+def decays(log_decay, W: tl.constexpr):
+    """[W, W], decay(i, j) for j <= i and else 0; log_decay: [W].
+
+    Summed from each token on: differences of sums from the first token would lose what is small beside these.
+    """
+    i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
+    between = tl.cumsum(tl.where(i > j, log_decay[:, None], 0.0), axis=0)
+    return tl.where(i >= j, tl.exp(between), 0.0)
 
 
 @triton.jit
-def key_columns(K_TILES: tl.constexpr):
-    """[K / KEYS, KEYS], which of the K numbers is where."""
-    return tl.arange(0, K_TILES)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+def invert(lower, W: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + lower)^-1 of a matrix [W, W] that is 0 on and above its diagonal; W = 2^LEVELS.
+
+    Block by block, of twice the size each time. Nothing on the way is larger than the inverse, as powers of `lower` are
+    where keys resemble each other.
+    """
+    i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        half = 1 << level
+        is_between = (i // (2 * half) == j // (2 * half)) & (i // half != j // half)
+        product = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def advance(state, key, change, log_decay, num_tokens, W: tl.constexpr, PRECISION: tl.constexpr):
+    """The state [V, K], or a part of it, after that many of W tokens; key, change, log_decay: of `BlockInputs`, [W, K],
+    [W, V], [W]."""
+    i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
+    is_token = tl.arange(0, W) < num_tokens
+    log_decay = tl.where(is_token, log_decay, 0.0)
+    to_the_end = tl.sum(tl.where(i > j, log_decay[:, None], 0.0), axis=0)
+    change *= tl.where(is_token, tl.exp(to_the_end), 0.0)[:, None]
+    decayed = state * tl.exp(tl.sum(log_decay, axis=0))
+    return tl.dot(tl.trans(change), key.to(tl.float32), acc=decayed, input_precision=PRECISION)

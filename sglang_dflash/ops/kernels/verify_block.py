@@ -8,10 +8,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.delta_rule import KEYS, gates, key_columns, normalize, read, update
+from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, add_product, decays, gates, inverse_length, invert
 
-# Rows of a state per warp: so few that the warps of a single request fill a GPU, and that all hold theirs in registers.
-_ROWS = 8
+# Rows of a state per program: so few that a single request fills a GPU.
+_ROWS = 64
+# Numbers of a key at a time, and how many times that much is on its way.
+_COLUMNS = 32
+_STAGES = 3
+_WARPS = 4
 
 
 @triton.jit
@@ -37,12 +41,11 @@ def _verify_block_kernel(
     state_stride,
     slots,
     key_out,
-    value_out,
+    change_out,
     log_decay_out,
-    beta_out,
     key_out_stride,
-    value_out_stride,
-    gate_out_stride,
+    change_out_stride,
+    log_decay_out_stride,
     output,
     width,
     scale,
@@ -50,74 +53,81 @@ def _verify_block_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    K_TILES: tl.constexpr,
+    W: tl.constexpr,
+    LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     request = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2)
     key_head = head // (HV // H)
-    is_first_of_key_head = head % (HV // H) == 0
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < V
-    column = key_columns(K_TILES)
-    is_column = column < K
-    of_state = head * V * K + row[None, :, None] * K + column[:, None, :]
+    token = tl.arange(0, W)
+    is_token = token < width
+    is_value = is_token[:, None] & is_row[None, :]
     slot = tl.load(slots + request).to(tl.int64)
-    state = tl.load(
-        states + slot * state_stride + of_state, mask=is_row[None, :, None] & is_column[:, None, :], other=0.0
-    )
     head_a_log = tl.load(a_log + head)
     head_dt_bias = tl.load(dt_bias + head)
+    states += slot * state_stride + head * V * K + row[:, None] * K
+    query += request * query_request_stride + token[:, None] * query_token_stride + key_head * K
+    key += request * key_request_stride + token[:, None] * key_token_stride + key_head * K
+    value += request * value_request_stride + token[:, None] * value_token_stride + head * V + row[None, :]
+    key_out += request * key_out_stride + (token[:, None] * H + key_head) * K
+    log_decay_out += request * log_decay_out_stride + token * HV + head
+    of_token = (token[:, None] * HV + head) * V + row[None, :]
+    change_out += request * change_out_stride + of_token
+    output += request * width * HV * V + of_token
     if PDL:
-        # Launched while the convolution still runs, which begins when everything before it has ended: only what it
-        # computes is not there before this.
+        # Launched while the convolution still runs: only now is there what it computes.
         gdc_wait()
 
-    query += request * query_request_stride + key_head * K + column
-    key += request * key_request_stride + key_head * K + column
-    value += request * value_request_stride + head * V + row
-    a += request * a_request_stride + head
-    b += request * b_request_stride + head
-    key_out += request * key_out_stride + key_head * K + column
-    value_out += request * value_out_stride + head * V + row
-    log_decay_out += request * gate_out_stride + head
-    beta_out += request * gate_out_stride + head
-    output += request * width * HV * V + head * V + row
+    block_value = tl.load(value, mask=is_value, other=0.0).to(tl.float32)
+    block_a = tl.load(a + request * a_request_stride + token * a_token_stride + head, mask=is_token, other=0.0)
+    block_b = tl.load(b + request * b_request_stride + token * b_token_stride + head, mask=is_token, other=0.0)
+    # Of queries and keys as they are given: their lengths are divided by afterwards.
+    key_precision: tl.constexpr = "tf32" if IS_SHORT else PRECISION
+    key_squares, query_squares = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
+    of_keys, of_queries = tl.zeros([W, W], tl.float32), tl.zeros([W, W], tl.float32)
+    found, read = tl.zeros([W, ROWS], tl.float32), tl.zeros([W, ROWS], tl.float32)
+    for begin in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        is_column = column < K
+        state = tl.trans(tl.load(states + column, mask=is_row[:, None] & is_column, other=0.0))
+        some_query = tl.load(query + column, mask=is_token[:, None] & is_column, other=0.0).to(tl.float32)
+        given_key = tl.load(key + column, mask=is_token[:, None] & is_column, other=0.0)
+        some_key = given_key.to(tl.float32)
+        # Kept by one of those that share it.
+        if (tl.program_id(0) == 0) & (head % (HV // H) == 0):
+            tl.store(key_out + column, given_key, mask=is_token[:, None] & is_column)
+        key_squares += tl.sum(some_key * some_key, axis=1)
+        query_squares += tl.sum(some_query * some_query, axis=1)
+        of_keys = tl.dot(some_key, tl.trans(some_key), acc=of_keys, input_precision=key_precision)
+        of_queries = tl.dot(some_query, tl.trans(some_key), acc=of_queries, input_precision=key_precision)
+        found = add_product(found, some_key, state, IS_SHORT, PRECISION)
+        read = add_product(read, some_query, state, IS_SHORT, PRECISION)
 
-    # Of the next token: it is on its way while this one is computed with.
-    next_query = tl.load(query, mask=is_column, other=0.0)
-    next_key = tl.load(key, mask=is_column, other=0.0)
-    next_value = tl.load(value, mask=is_row, other=0.0)
-    next_a = tl.load(a)
-    next_b = tl.load(b)
-    for step in range(width):
-        token_query, token_key, token_value, token_a, token_b = next_query, next_key, next_value, next_a, next_b
-        has_next = step + 1 < width
-        query += query_token_stride
-        key += key_token_stride
-        value += value_token_stride
-        a += a_token_stride
-        b += b_token_stride
-        next_query = tl.load(query, mask=is_column & has_next, other=0.0)
-        next_key = tl.load(key, mask=is_column & has_next, other=0.0)
-        next_value = tl.load(value, mask=is_row & has_next, other=0.0)
-        next_a = tl.load(a, mask=has_next, other=0.0)
-        next_b = tl.load(b, mask=has_next, other=0.0)
-
-        log_decay, beta = gates(head_a_log, token_a, head_dt_bias, token_b)
-        tl.store(value_out, token_value, mask=is_row)
-        if tl.program_id(0) == 0:
-            tl.store(key_out, token_key, mask=is_column & is_first_of_key_head)
-            tl.store(log_decay_out, log_decay)
-            tl.store(beta_out, beta)
-        state = update(state, normalize(token_key), token_value, log_decay, beta)
-        tl.store(output, read(state, normalize(token_query), scale).to(output.dtype.element_ty), mask=is_row)
-        key_out += H * K
-        value_out += HV * V
-        log_decay_out += HV
-        beta_out += HV
-        output += HV * V
+    log_decay, beta = gates(head_a_log, block_a, head_dt_bias, block_b)
+    # Tokens behind the block put nothing into the state.
+    log_decay, beta = tl.where(is_token, log_decay, 0.0), tl.where(is_token, beta, 0.0)
+    if tl.program_id(0) == 0:
+        tl.store(log_decay_out, log_decay, mask=is_token)
+    key_factor, query_factor = inverse_length(key_squares), inverse_length(query_squares) * scale
+    decay = decays(log_decay, W)
+    from_before = tl.exp(tl.cumsum(log_decay, axis=0))
+    lower = of_keys * decay * (beta * key_factor)[:, None] * key_factor[None, :]
+    lower = tl.where(token[:, None] > token[None, :], lower, 0.0)
+    change = (block_value - found * (from_before * key_factor)[:, None]) * beta[:, None]
+    change = tl.dot(invert(lower, W, LEVELS, PRECISION), change, input_precision=PRECISION)
+    weights = of_queries * decay * query_factor[:, None] * key_factor[None, :]
+    read *= (from_before * query_factor)[:, None]
+    read = tl.dot(weights, change, acc=read, input_precision=PRECISION)
+    tl.store(change_out, change * key_factor[:, None], mask=is_value)
+    tl.store(output, read.to(output.dtype.element_ty), mask=is_value)
 
 
 def verify_block(
@@ -131,9 +141,8 @@ def verify_block(
     states: torch.Tensor,
     slots: torch.Tensor,
     key_out: torch.Tensor,
-    value_out: torch.Tensor,
+    change_out: torch.Tensor,
     log_decay_out: torch.Tensor,
-    beta_out: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.verify_block.verify_block`."""
     n, width, num_key_heads, key_size = key.shape
@@ -143,6 +152,7 @@ def verify_block(
     assert n <= key_out.shape[0] and width <= key_out.shape[1]
     assert query.stride()[2:] == key.stride()[2:] == (key_size, 1) and value.stride()[2:] == (value_size, 1)
     assert a.stride(2) == b.stride(2) == 1
+    padded_width = max(MIN_SIZE, triton.next_power_of_2(width))
     _verify_block_kernel[(triton.cdiv(value_size, _ROWS), n, num_value_heads)](
         query,
         key,
@@ -160,11 +170,10 @@ def verify_block(
         states.stride(0),
         slots,
         key_out,
-        value_out,
+        change_out,
         log_decay_out,
-        beta_out,
         key_out.stride(0),
-        value_out.stride(0),
+        change_out.stride(0),
         log_decay_out.stride(0),
         output,
         width,
@@ -173,10 +182,15 @@ def verify_block(
         HV=num_value_heads,
         K=key_size,
         V=value_size,
-        K_TILES=triton.next_power_of_2(triton.cdiv(key_size, KEYS.value)),
+        W=padded_width,
+        LEVELS=padded_width.bit_length() - 1,
         ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        STAGES=_STAGES,
+        IS_SHORT=key.itemsize == query.itemsize == 2,
+        PRECISION=PRECISION,
         PDL=pdl.is_available(value.device),
-        num_warps=1,
+        num_warps=_WARPS,
         launch_pdl=pdl.is_available(value.device),
     )
     return output

@@ -48,10 +48,8 @@ def commit_state(
     # The token after which a copy is kept; none, if it is not among the accepted ones.
     kept_steps = (seq_lens + accept_lens) // interval * interval - seq_lens - 1
     for step in range(int(accept_lens.max()) if len(rows) else 0):
-        key = delta_rule.normalize(inputs.key[:, rows, step], num_value_heads)
-        updated = delta_rule.update(
-            temporal, key, inputs.value[:, rows, step], inputs.log_decay[:, rows, step], inputs.beta[:, rows, step]
-        )
+        key = delta_rule.for_value_heads(inputs.key[:, rows, step].float(), num_value_heads, dim=-2)
+        updated = delta_rule.put(temporal, key, inputs.change[:, rows, step], inputs.log_decay[:, rows, step])
         temporal = torch.where((accept_lens > step)[:, None, None, None], updated, temporal)
         kept_now = ((kept_steps == step) & (kept > 0)).nonzero().flatten()
         states.temporal[:, kept[kept_now]] = temporal[:, kept_now]

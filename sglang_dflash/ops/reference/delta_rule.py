@@ -32,28 +32,47 @@ def gates(
     return log_decay, b.float().sigmoid().to(b.dtype).float()
 
 
+def lengths(x: torch.Tensor) -> torch.Tensor:
+    """Of queries or keys, as they are divided by: [..., H, K] to [..., H] float32."""
+    return (x.float().square().sum(-1) + 1e-6).sqrt()
+
+
 def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:
     """Queries or keys of length 1, in float32, one for each value head: [..., H, K] to [..., HV, K]."""
-    x = x.float()
-    x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    return x.repeat_interleave(num_value_heads // x.shape[-2], dim=-2)
+    return for_value_heads(x.float() / lengths(x)[..., None], num_value_heads, dim=-2)
 
 
-def update(
+def for_value_heads(x: torch.Tensor, num_value_heads: int, dim: int) -> torch.Tensor:
+    """What key heads have, for the value heads of each; dim: that of the heads."""
+    return x.repeat_interleave(num_value_heads // x.shape[dim], dim=dim)
+
+
+def change(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The state after one more token.
+    """What a token puts into the state at its key, [..., HV, V] float32.
 
     Args:
-        state: [..., HV, V, K] float32, left alone.
+        state: [..., HV, V, K] float32, before the token.
         key: [..., HV, K] float32, of :func:`normalize`.
         value: [..., HV, V].
         log_decay: [..., HV] float32, of :func:`gates`.
         beta: [..., HV] float32, of :func:`gates`.
     """
-    state = state * log_decay.exp()[..., None, None]
-    change = (value.float() - (state * key[..., None, :]).sum(-1)) * beta[..., None]
-    return state + change[..., None] * key[..., None, :]
+    found = (state * key[..., None, :]).sum(-1) * log_decay.exp()[..., None]
+    return (value.float() - found) * beta[..., None]
+
+
+def put(state: torch.Tensor, key: torch.Tensor, changed: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """The state after one more token, [..., HV, V, K]; changed: of :func:`change`, the others as there."""
+    return state * log_decay.exp()[..., None, None] + changed[..., None] * key[..., None, :]
+
+
+def update(
+    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The state after one more token; arguments of :func:`change`."""
+    return put(state, key, change(state, key, value, log_decay, beta), log_decay)
 
 
 def read(state: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
