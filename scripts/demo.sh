@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A question, answered by real SGLang servers with DFLASH and without: the same text, and which tokens were drafted.
 #
-#   usage: demo.sh [--pair smollm2|tiny] [--plain] [QUESTION]
+#   usage: demo.sh [--pair tiny|smollm2] [--plain] [QUESTION]
 #
-#   --pair smollm2   SmolLM2-135M-Instruct chats (the default); its weights are fetched once, 93 MB
-#   --pair tiny      4 million parameters, which come with this package, continue Python code
+#   --pair tiny      4 million parameters, which come with this package, continue Python code (the default)
+#   --pair smollm2   SmolLM2-135M-Instruct chats; its weights are fetched once, 93 MB
 #   --plain          brackets instead of colours
 set -euo pipefail
 
@@ -13,7 +13,7 @@ usage() {
     exit "$1"
 }
 
-pair=smollm2
+pair=tiny
 ask=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
 done
 
 case "$pair" in
-smollm2 | tiny) ;;
+tiny | smollm2) ;;
 *) usage 2 >&2 ;;
 esac
 
