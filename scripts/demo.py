@@ -51,8 +51,8 @@ QUESTIONS = {
         text="What is photosynthesis, and why is it important?",
         warm_up="Hello!",
         is_chat=True,
-        new_tokens=160,
-        runs=3,
+        new_tokens=128,
+        runs=2,
     ),
     # Its continuation is easy to read, and drafted about as well as that of the average prompt.
     "tiny": Question(
