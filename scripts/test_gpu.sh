@@ -1,25 +1,27 @@
 #!/usr/bin/env bash
-# The tests of tests/gpu, several processes at a time on one GPU: SGLang takes most of a minute to start, and little of a GPU
-# that the small models here are on. Logs are left in FOLDER, and a table of what came of each test is printed.
+# The tests of tests/gpu, several processes at a time on each GPU: SGLang takes most of a minute to start, and little of a GPU
+# that the small models here are on. Logs are left in FOLDER, and a table of what came of each test, as they end.
 #
-# usage: test_gpu.sh FOLDER [PROCESSES [SECONDS [TEST ...]]]; a TEST is what pytest takes. SECONDS end a test that hangs.
+# usage: test_gpu.sh FOLDER [PROCESSES [SECONDS [TEST ...]]]; PROCESSES are those of one GPU, a TEST is what pytest takes.
+# SECONDS end a test that hangs.
 set -euo pipefail
 
 out=$(realpath -m "$1") processes=${2:-8} seconds=${3:-580}
 shift $(($# < 3 ? $# : 3))
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$out"
-# Alone on the GPU, as it measures free memory.
-alone=tests/gpu/test_pool.py
+gpus=$(nvidia-smi --list-gpus | wc -l)
+# One measures free memory, the other wants several GPUs.
+alone=(tests/gpu/test_pool.py tests/gpu/test_tensor_parallel.py)
 pytest=(python3 -m pytest -q -rA -s -p no:cacheprovider -W ignore --answers "$out/answers")
 
 if [ $# -eq 0 ]; then
-    mapfile -t tests < <("${pytest[@]}" --collect-only tests/gpu --ignore "$alone" 2>/dev/null | grep ::)
+    mapfile -t tests < <("${pytest[@]}" --collect-only tests/gpu "${alone[@]/#/--ignore=}" 2>/dev/null | grep ::)
 else
     tests=("$@")
 fi
 
-run_one() {
+run_one() { # FOLDER SECONDS TEST COMMAND...
     local out=$1 seconds=$2 test=$3 started=$SECONDS status=0
     shift 3
     local log="$out/$(tr -c 'A-Za-z0-9_\n-' _ <<<"${test#tests/gpu/}").log"
@@ -28,10 +30,17 @@ run_one() {
     grep -aE "^[^E>].*(identical|tokens per cycle|alone and beside|differs at|p = 0)" "$log" | sort -u | head -12 |
         sed 's/^/    /'
 }
-export -f run_one
-printf '%s\n' "${tests[@]}" | xargs -d '\n' -P "$processes" -I TEST bash -c 'run_one "$@"' _ "$out" "$seconds" TEST "${pytest[@]}" |
-    tee "$out/table.txt"
+run_in_slot() { # GPUS FOLDER SECONDS TEST COMMAND...
+    export CUDA_VISIBLE_DEVICES=$((SLOT % $1))
+    shift
+    run_one "$@"
+}
+export -f run_one run_in_slot
+printf '%s\n' "${tests[@]}" | xargs -d '\n' -P $((processes * gpus)) --process-slot-var=SLOT -I TEST \
+    bash -c 'run_in_slot "$@"' _ "$gpus" "$out" "$seconds" TEST "${pytest[@]}" | tee "$out/table.txt"
 if [ $# -eq 0 ]; then
-    run_one "$out" "$seconds" "$alone" "${pytest[@]}" | tee -a "$out/table.txt"
+    for test in "${alone[@]}"; do
+        run_one "$out" "$seconds" "$test" "${pytest[@]}" | tee -a "$out/table.txt"
+    done
 fi
 ! grep -q ^FAILED "$out/table.txt"
