@@ -108,6 +108,18 @@ class _Window:
         )
         return cls(conv_memory, inputs)
 
+    @classmethod
+    def of(cls, pool: MambaPool) -> _Window:
+        """What :func:`allocate_states` has put into a pool."""
+        cache = pool.mamba_cache
+        inputs = BlockInputs(
+            conv=cache.intermediate_conv_window[0],
+            key=cache.replayssm_rawk,
+            change=cache.replayssm_rawv,
+            log_decay=cache.replayssm_g,
+        )
+        return cls(pool._intermediate_conv_window_phys[0], inputs)
+
     @property
     def nbytes(self) -> int:
         rest = (self.inputs.key, self.inputs.change, self.inputs.log_decay)
@@ -251,12 +263,7 @@ class RecurrentState:
         cache = pool.mamba_pool.mamba_cache
         self._pool, self._interval = pool, interval
         self._states = States(cache.conv[0], cache.temporal)
-        self._inputs = BlockInputs(
-            conv=cache.intermediate_conv_window[0],
-            key=cache.replayssm_rawk,
-            change=cache.replayssm_rawv,
-            log_decay=cache.replayssm_g,
-        )
+        self._window = _Window.of(pool.mamba_pool)
         # Both are written where requests get their slots.
         current = pool.req_index_to_mamba_index_mapping
         kept = pool.req_index_to_mamba_ping_pong_track_buffer_mapping if pool.enable_mamba_extra_buffer else None
@@ -292,13 +299,11 @@ class RecurrentState:
     def describe(self) -> dict:
         """For `/server_info`."""
         pool = self._pool.mamba_pool
-        states, num_rows = self._states, self._inputs.key.shape[1]
-        window = (self._inputs.key, self._inputs.change, self._inputs.log_decay)
-        input_bytes = pool._intermediate_conv_window_phys[0].nbytes + sum(tensor.nbytes for tensor in window)
+        states, num_rows = self._states, self._window.inputs.key.shape[1]
         return {
             "slots": pool.size,
             "bytes_per_slot": (states.conv.nbytes + states.temporal.nbytes) // (pool.size + 1),
-            "verify_bytes_per_request": input_bytes // num_rows,
+            "verify_bytes_per_request": self._window.nbytes // num_rows,
             "running_requests": num_rows - 1,
             "track_interval": self._interval if self._pool.enable_mamba_extra_buffer else None,
         }
@@ -339,7 +344,7 @@ class RecurrentState:
         """
         ops.commit_state(
             states=self._states,
-            inputs=self._inputs,
+            inputs=self._window.inputs,
             slots=self._slots,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
