@@ -272,10 +272,12 @@ def check(name: str, got: Case, want: Case) -> None:
     returned = [twin(name, package)(*case.arguments) for package, case in (("kernels", got), ("reference", want))]
     mine, theirs = list(tensors((returned[0], got.arguments))), list(tensors((returned[1], want.arguments)))
     assert len(mine) == len(theirs)
+    # Triton's interpreter truncates to bfloat16 where a GPU rounds; what is float32 may have been bfloat16 on its way.
+    is_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in theirs)
+    bounds = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-7 if is_bfloat16 else 1e-5}
     for a, b in zip(mine, theirs, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, name
-        # Triton's interpreter truncates to bfloat16 where a GPU rounds.
-        bound = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}.get(a.dtype, 0.0)
+        bound = bounds.get(a.dtype, 0.0)
         assert (a.double() - b.double()).norm() <= bound * b.double().norm(), name
 
 
