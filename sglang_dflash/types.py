@@ -87,6 +87,34 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Trees:
+    """Drafts that the target verifies, N nodes for each of P requests, in memory that a CUDA graph may own; int64.
+
+    Node 0, the root, is the bonus token. A node is in front of all that follow it on some path. A request may have
+    fewer nodes than N; the rest are behind no other, see only themselves and the context, and are never accepted.
+
+    Attributes:
+        tokens: [P * N], of the nodes.
+        positions: [P * N], true positions: those of a request's nodes at the same depth are the same.
+        out_cache_loc: [P * N], the KV slots of the request's next N positions, in this order.
+        parents: [P, N], the node that each is right behind; -1 for the root, and for those that are no nodes.
+        ancestors: [P, N], bit i is set of the nodes that see node i: itself, and those behind it.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    parents: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def empty(cls, bs: int, num_nodes: int, device: torch.device) -> Trees:
+        rows = torch.empty((3, bs * num_nodes), dtype=torch.int64, device=device)
+        nodes = torch.empty((2, bs, num_nodes), dtype=torch.int64, device=device)
+        return cls(*rows.unbind(), *nodes.unbind())
+
+
+@dataclass(frozen=True)
 class States:
     """The states of Gated DeltaNet layers, in slots; slot 0 is for padding. L layers, S + 1 tokens of a convolution.
 
@@ -148,6 +176,28 @@ class KVBuffers:
     k_ptrs: torch.Tensor
     v_ptrs: torch.Tensor
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """All that a KV pool has of every slot.
+
+    Attributes:
+        buffers: tensors [slots, ...] of any dtype, contiguous.
+        pointers: [buffers] uint64, where those tensors begin.
+        row_bytes: [buffers] int64, of one slot in each.
+    """
+
+    buffers: list[torch.Tensor]
+    pointers: torch.Tensor
+    row_bytes: torch.Tensor
+
+    @classmethod
+    def of(cls, buffers: list[torch.Tensor]) -> KVRows:
+        device = buffers[0].device
+        pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.uint64, device=device)
+        row_bytes = torch.tensor([buffer[0].nbytes for buffer in buffers], dtype=torch.int64, device=device)
+        return cls(buffers, pointers, row_bytes)
 
 
 @dataclass(frozen=True)
