@@ -48,6 +48,7 @@ class Block:
         seed: [1], of those draws.
         is_plain: [1], whether all requests are accepted by the plain rule, 1 or 0; then recurrent states advance
             right after it.
+        is_chain: [P], 1 for requests whose drafts are verified as a chain where those of others are trees, else 0.
     """
 
     input_ids: torch.Tensor
@@ -58,18 +59,31 @@ class Block:
     parameters: DrawParameters
     seed: torch.Tensor
     is_plain: torch.Tensor
+    is_chain: torch.Tensor
 
     @classmethod
     def empty(cls, bs: int, block_size: int, device: torch.device) -> Block:
         rows = torch.empty((3, bs * block_size), dtype=torch.int64, device=device)
         requests = torch.empty((2, bs), dtype=torch.int64, device=device)
-        return cls(*rows.unbind(), *requests.unbind(), DrawParameters.greedy(bs, device), *cls.scalars(device))
+        return cls.of(*rows.unbind(), *requests.unbind())
 
-    @staticmethod
-    def scalars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`seed` and `is_plain`."""
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> Block:
+        """Around those tensors, the others in memory of their own."""
+        bs, device = seq_lens.shape[0], seq_lens.device
         seed, is_plain = torch.zeros((2, 1), dtype=torch.int64, device=device).unbind()
-        return seed, is_plain
+        is_chain = torch.zeros(bs, dtype=torch.int64, device=device)
+        parameters = DrawParameters.greedy(bs, device)
+        return cls(
+            input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, seed, is_plain, is_chain
+        )
 
     def take(self, bs: int, block_size: int) -> Block:
         """Views of the first `bs` requests."""
@@ -83,6 +97,7 @@ class Block:
             self.parameters.take(bs),
             self.seed,
             self.is_plain,
+            self.is_chain[:bs],
         )
 
 

@@ -15,6 +15,8 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.common import is_flashinfer_available
 
+from sglang_dflash.attention.trees import TreeAttentionBackend
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
@@ -56,7 +58,7 @@ class _BackendPlan:
 
 
 class RecordedPlan(_BackendPlan):
-    """A backend that lays out blocks on the GPU alone: Triton, and FA3 below."""
+    """A backend that lays out blocks on the GPU alone: Triton, ours of trees, and FA3 below."""
 
     needs_host_lens = False
 
@@ -132,7 +134,7 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
 
     if isinstance(backend, FlashAttentionBackend):
         return PagedPlan(backend)
-    if isinstance(backend, TritonAttnBackend):
+    if isinstance(backend, TritonAttnBackend | TreeAttentionBackend):
         return RecordedPlan(backend)
     if is_flashinfer_available():
         from sglang_dflash.attention.flashinfer_plan import FlashInferPlan
@@ -155,7 +157,7 @@ _SPARE_INDICES = 256
 def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None) -> None:
     """Have a backend, which has no buffers for graphs yet, list the KV slots of a batch of blocks once per request.
 
-    SGLang makes room for a context per token, as trees of drafts need it, and for their masks. Blocks are chains.
+    SGLang makes room for a context per token, as EAGLE's drafts need it, and for masks of trees. Blocks are chains.
 
     Args:
         whole: of the same kind, for wider blocks: no two widths are in use at a time, so its lists serve both.

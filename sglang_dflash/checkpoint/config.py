@@ -385,6 +385,34 @@ def check_checkpoint_path(path: str | None) -> None:
         )
 
 
+# Bits of the masks that say which nodes see each other.
+MAX_NODES = 64
+# Of a row; the probabilities that are left for more make no path that is worth a node.
+MAX_CANDIDATES = 16
+
+
+def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> tuple[int, int]:
+    """The block size of the drafter's forward and the nodes of a tree, `--speculative-eagle-topk` being above 1.
+
+    Args:
+        trained: `block_size` of the checkpoint.
+        dflash_block_size: `--speculative-dflash-block-size`, at most that; None: that.
+        num_draft_tokens: `--speculative-num-draft-tokens`, nodes, the bonus token among them; None: the block size.
+
+    Raises:
+        ConfigError: a number that the drafter, or a tree, cannot have.
+    """
+    block_size = resolve_block_size(trained, dflash_block_size, None)
+    num_nodes = block_size if num_draft_tokens is None else int(num_draft_tokens)
+    if not 4 <= num_nodes <= MAX_NODES:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {num_nodes}: with --speculative-eagle-topk the nodes of a tree, at least "
+            f"4 and at most {MAX_NODES}."
+        )
+    # No path is longer.
+    return min(block_size, num_nodes), num_nodes
+
+
 def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> int:
     """The block size to serve with.
 

@@ -1,4 +1,4 @@
-"""Draft tokens: the argmax of an lm_head, the target's or the drafter's own, over the drafter's rows."""
+"""Draft tokens: the best of an lm_head, the target's or the drafter's own, over the drafter's rows."""
 
 from __future__ import annotations
 
@@ -8,31 +8,40 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash.draft.model import DFlashDraftModel
 from sglang_dflash.verify.vocab_argmax import VocabArgmax
+from sglang_dflash.verify.vocab_top import VocabTop
 
 
 class DraftHead:
-    """Greedy proposal of a whole block."""
+    """Proposes for a whole block: the best token of every row, or the best k."""
 
     def __init__(
-        self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, target_tokens: torch.Tensor | None = None
+        self,
+        lm_head: VocabParallelEmbedding,
+        tp_group: GroupCoordinator,
+        k: int,
+        target_tokens: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
             lm_head: over the target's vocabulary, or over the drafter's own.
             tp_group: the ranks among which `lm_head` is sharded.
+            k: candidates for every row.
             target_tokens: [draft vocabulary] int64, ascending: the target's token for each of the drafter's; None where
                 they are the same.
         """
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
+        self._top = VocabTop(lm_head, tp_group, k)
         self._target_tokens = target_tokens
 
     @classmethod
-    def of(cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator):
+    def of(
+        cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, k: int
+    ) -> DraftHead:
         """The head that a drafter drafts with."""
         if drafter.dflash_config.draft_vocab_size is None:
-            return cls(target_lm_head, tp_group)
-        return cls(drafter.lm_head, tp_group, drafter.target_tokens)
+            return cls(target_lm_head, tp_group, k)
+        return cls(drafter.lm_head, tp_group, k, drafter.target_tokens)
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fill in a block.
@@ -45,9 +54,30 @@ class DraftHead:
             [bs, W] int64: the bonus token and W - 1 draft tokens.
         """
         bs, width = block_ids.shape
-        # Row 0 predicts the bonus token, which is already known.
-        rows = hidden_states.view(bs, width, -1)[:, 1:].reshape(bs * (width - 1), -1)
-        tokens = self._argmax(self._lm_head.quant_method.apply(self._lm_head, rows))
-        if self._target_tokens is not None:
-            tokens = self._target_tokens[tokens]
+        tokens = self._in_target(self._argmax(self._logits(hidden_states, bs)))
         return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)
+
+    def candidates(self, hidden_states: torch.Tensor, bs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The best k tokens of every row behind the first.
+
+        Args:
+            hidden_states: [bs * W, H], the drafter's rows.
+
+        Returns:
+            tokens: [bs, W - 1, k] int64, the most probable first.
+            logits: [bs, W - 1, k] float32, theirs.
+            log_sums: [bs, W - 1] float32; `logits - log_sums` are log probabilities.
+        """
+        logits, tokens, log_sums = self._top(self._logits(hidden_states, bs))
+        shape = (bs, -1, logits.shape[1])
+        return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
+
+    def _logits(self, hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
+        """[bs * (W - 1), columns of the shard], of all rows but the first of each block, which predicts the bonus
+        token: that is known."""
+        rows = hidden_states.unflatten(0, (bs, -1))[:, 1:].flatten(0, 1)
+        return self._lm_head.quant_method.apply(self._lm_head, rows)
+
+    def _in_target(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The target's tokens for those of this head."""
+        return tokens if self._target_tokens is None else self._target_tokens[tokens]

@@ -1,6 +1,7 @@
 """The decode cycle on the GPU, written once: recorded in a CUDA graph, or run as it is.
 
-Shapes: bs requests, W tokens of each block: B, or fewer with `--speculative-adaptive`.
+Shapes: bs requests, W tokens of each block: B, or fewer with `--speculative-adaptive`. The target verifies W rows of a
+request, or the N of a tree (`tree_cycle.py`), N not less than W.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Step:
     """What one cycle has done.
 
     Attributes:
-        batch: of the target. Its `input_ids` are the blocks.
-        output: of the target: logits, [bs * W, V] or a shard of V, and captured hidden states, [bs * W, ...].
+        batch: of the target. The first W rows of a request are its block, if it is not verified as a tree.
+        output: of the target: logits, a row for each of the batch, of V numbers or a shard of them.
+        hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
         accepted: the decision; the drafter's context has these tokens.
         drafts: the blocks on their way to the CPU, where the batch has grammars.
         is_replay: whether it was the replay of a CUDA graph.
@@ -65,21 +67,43 @@ class Step:
 
     batch: ForwardBatch
     output: LogitsProcessorOutput
+    hidden_states: torch.Tensor
     accepted: Acceptance
     drafts: GrammarTree | None
     is_replay: bool = False
 
     @property
     def block_tokens(self) -> torch.Tensor:
-        """[bs, W] int64, the bonus token and the draft tokens of each request."""
-        return self.batch.input_ids.view(-1, self.batch.spec_info.draft_token_num)
+        """[bs, W] int64, the bonus token and the draft tokens of each request that is not verified as a tree."""
+        return self.of_blocks(self.batch.input_ids)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[bs, W] int64, theirs."""
+        return self.of_blocks(self.batch.positions)
+
+    def of_blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        """[bs, W, ...] of the rows of the batch."""
+        bs, width = self.accepted.out_tokens.shape
+        return rows.unflatten(0, (bs, -1))[:, :width]
 
 
 class DecodeCycle:
     """Draft a block, verify it, accept a prefix, append its hidden states to the drafter's context.
 
     A TARGET_VERIFY batch travels through it, whose `spec_info` knows W as `draft_token_num`.
+
+    Attributes:
+        block_size: B.
+        num_rows: of a request that the target verifies, at most.
+        num_candidates: of each row of the drafter, that may be verified; if there are several, the target verifies
+            trees, in memory apart from that of the blocks.
+        clock: marked at every point of a cycle.
+        draft_runner: the drafter's.
+        logits: the target's.
     """
+
+    num_candidates = 1
 
     def __init__(
         self,
@@ -95,16 +119,17 @@ class DecodeCycle:
             block_size: B.
             window: of the drafter's context; None: it sees all.
             states: of the target's recurrent layers; None: it has none.
-            clock: marked at every point of a cycle.
+            clock: to be marked at every point of a cycle.
         """
-        self.block_size = block_size
+        self.block_size = self.num_rows = block_size
         self.clock = clock
         self.draft_runner = draft_runner
         self._model = draft_runner.model
         self._window = window
         self._states = states
-        self._head = DraftHead.of(self._model, target_model.lm_head, get_parallel().tp_group)
-        self.logits = VerifyLogits(target_model, get_parallel().tp_group)
+        tp_group = get_parallel().tp_group
+        self._head = DraftHead.of(self._model, target_model.lm_head, tp_group, self.num_candidates)
+        self.logits = VerifyLogits(target_model, tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
 
@@ -118,36 +143,37 @@ class DecodeCycle:
             self._simulated.draw(self.block_size)
 
     def run(self, batch: ForwardBatch, block: Block, in_shards: bool, forwards: Forwards) -> Step:
-        """One cycle, in which every request is accepted by the plain rule (`accept_plain`).
+        """One cycle, in which every request is accepted by the plain rule (`_choose`).
 
         If that is not the rule of all, recurrent states have to be advanced when all is decided.
 
         Args:
-            batch: its `input_ids` are `[bonus, mask x (W - 1)]` of every request; the drafts are written there.
-            block: of the same requests, in whose memory `batch` is.
+            batch: of the target; the drafts are written to its `input_ids`.
+            block: of the same requests: `[bonus, mask x (W - 1)]` of each, in the memory of `batch`.
             in_shards: whether the target's logits stay in their shards; then all requests are greedy.
         """
         self.clock.mark(BEGUN)
-        block_tokens = self._draft(batch, forwards)
+        block_tokens = self._draft(batch, block, forwards)
         drafts = forwards.send_drafts(block_tokens)
         self.clock.mark(DRAFTED)
         with self.logits.in_shards(in_shards):
             output = forwards.verify(batch)
-        accepted = self.accept_plain(batch, output, block, in_shards)
+        accepted, hidden_states = self._settle(batch, output, self._choose(output, block, in_shards))
         if self._states is not None:
             self._states.commit(batch.req_pool_indices, batch.seq_lens, accepted.accept_lens, block.is_plain)
         self.clock.mark(VERIFIED)
-        features, _ = self.split_hidden_states(output)
+        features, _ = self.split_hidden_states(hidden_states)
         # Rejected tokens never enter the drafter's context.
-        self._context.write(features, batch.positions, self._slots(batch), accepted.accept_lens)
+        self._context.write(features, block.positions, self._slots(batch, block), accepted.accept_lens)
         self.clock.mark(APPENDED)
-        return Step(batch, output, accepted, drafts)
+        return Step(batch, output, hidden_states, accepted, drafts)
 
-    def draft_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """The drafter's batch of the target's blocks; its `seq_lens` are still the target's.
+    def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
+        """The drafter's batch of blocks; its `seq_lens` are still the target's.
 
         Args:
-            batch: with `seq_lens_cpu` for planning: lengths with the block, or upper bounds of them.
+            batch: of the target, with `seq_lens_cpu` for planning: lengths with its rows, or upper bounds of them.
+            block: of the same requests.
         """
         kv_lens = batch.seq_lens_cpu
         if self._window is not None:
@@ -159,45 +185,59 @@ class DecodeCycle:
             seq_lens_sum=int(kv_lens.sum()),
         )
 
-    def _draft(self, batch: ForwardBatch, forwards: Forwards) -> torch.Tensor:
-        """Draft every token of the blocks: one drafter forward, one argmax per token.
+    def _draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
+        """Draft what the target is to verify: one drafter forward.
 
         Returns:
             [bs, W] int64, the bonus token and the draft tokens, in the memory of `batch.input_ids`.
         """
-        draft_batch = self.draft_batch(batch)
-        plan, translator = batch.kv_loc_plan, self.draft_runner.kv_index_translator
+        block_tokens = block.input_ids.view(batch.batch_size, -1)
+        return block_tokens.copy_(self._head(block_tokens, self._forward_draft(batch, block, forwards)))
+
+    def _forward_draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
+        """The drafter's forward of the blocks: hidden states, [bs * W, H]."""
+        draft_batch = self.draft_batch(batch, block)
+        plan, translator = draft_batch.kv_loc_plan, self.draft_runner.kv_index_translator
         if self._window is not None:
             draft_batch.seq_lens = self._window.fill(batch.req_pool_indices, batch.seq_lens)
             plan = plan.reads_from(
                 translator,
                 seq_lens=draft_batch.seq_lens,
                 seq_lens_cpu=draft_batch.seq_lens_cpu,
-                read_extent=batch.spec_info.draft_token_num,
+                read_extent=draft_batch.spec_info.draft_token_num,
             )
         plan.bind(draft_batch, translator)
         forwards.lay_out_draft(draft_batch)
         with forward_context(ForwardContext(attn_backend=forwards.draft_backend), forward_batch=draft_batch):
-            output = self._model.forward(batch.input_ids, batch.positions, draft_batch)
-        block_tokens = batch.input_ids.view(-1, batch.spec_info.draft_token_num)
-        return block_tokens.copy_(self._head(block_tokens, output.hidden_states))
+            return self._model.forward(block.input_ids, block.positions, draft_batch).hidden_states
 
-    def accept_plain(
-        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
-    ) -> Acceptance:
-        """Accept what the target's tokens agree with: the argmax of its untouched logits, and of sampled requests a
-        draw from their distribution.
+    def _choose(self, output: LogitsProcessorOutput, block: Block, in_shards: bool) -> torch.Tensor:
+        """The target's token after every row, int64: the argmax of its untouched logits, and of sampled requests a draw
+        from their distribution.
 
         Args:
             block: of the same requests; its `parameters` and `seed` are read.
             in_shards: whether the logits are this rank's own; then all requests are greedy.
         """
         if in_shards:
-            tokens = self.logits.argmax(output.next_token_logits)
-        else:
-            maxima, tokens = ops.row_max(output.next_token_logits)
-            ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
-        return self._accept(batch.input_ids.view(-1, batch.spec_info.draft_token_num), tokens, batch.seq_lens)
+            return self.logits.argmax(output.next_token_logits)
+        maxima, tokens = ops.row_max(output.next_token_logits)
+        ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
+        return tokens
+
+    def _settle(
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, target_tokens: torch.Tensor
+    ) -> tuple[Acceptance, torch.Tensor]:
+        """Accept what the target's tokens agree with.
+
+        Args:
+            target_tokens: int64, after every row of the batch.
+
+        Returns:
+            The decision, and `Step.hidden_states`.
+        """
+        block_tokens = batch.input_ids.view(batch.batch_size, -1)
+        return self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states
 
     def _accept(self, block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
         """Accept a prefix of each block.
@@ -230,22 +270,25 @@ class DecodeCycle:
         """
 
         def take(values: torch.Tensor) -> torch.Tensor:
-            return values.unflatten(0, step.block_tokens.shape)[index].flatten(0, 1)
+            return step.of_blocks(values)[index].flatten(0, 1)
 
-        features, _ = self.split_hidden_states(step.output)
-        positions, slots = step.batch.positions, self._slots(step.batch)
-        self._context.write(take(features), take(positions), take(slots), step.accepted.accept_lens[index])
+        features, _ = self.split_hidden_states(step.hidden_states)
+        slots = self._write_ids(step.batch.kv_loc_plan)
+        self._context.write(take(features), take(step.batch.positions), take(slots), step.accepted.accept_lens[index])
 
-    def _slots(self, batch: ForwardBatch) -> torch.Tensor:
+    def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         """[bs * W] int64, of the blocks in the drafter's KV pool."""
-        return batch.kv_loc_plan.write_ids(self.draft_runner.kv_index_translator)
+        return self._write_ids(batch.kv_loc_plan)
+
+    def _write_ids(self, plan: KVLocPlan) -> torch.Tensor:
+        """[T] int64, the slots that a plan gives to the rows of its batch, as the drafter's pool knows them."""
+        return plan.write_ids(self.draft_runner.kv_index_translator)
 
     def append_prompt(self, output: LogitsProcessorOutput, positions: torch.Tensor, plan: KVLocPlan) -> None:
         """Append prompt tokens to the drafter's context: positions [T], in the slots that `plan` gives them."""
-        features, _ = self.split_hidden_states(output)
-        self._context.write(features, positions, plan.write_ids(self.draft_runner.kv_index_translator))
+        features, _ = self.split_hidden_states(output.hidden_states)
+        self._context.write(features, positions, self._write_ids(plan))
 
-    def split_hidden_states(self, output: LogitsProcessorOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_hidden_states(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
-        num_features = self._model.num_features
-        return output.hidden_states[:, :num_features], output.hidden_states[:, num_features:]
+        return hidden_states.tensor_split([self._model.num_features], dim=1)

@@ -3,7 +3,8 @@
 The graph is SGLang's own of the target's TARGET_VERIFY forward, with the rest of `DecodeCycle.run` recorded around it.
 The host then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
 
-Shapes: P requests of a graph, W tokens of each block: B, or fewer with `--speculative-adaptive`.
+Shapes: P requests of a graph, W tokens of each block: B, or fewer with `--speculative-adaptive`. The target verifies W
+rows of a request too, or the N of a tree.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel, get_spec
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
+from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.engine.cycle import DecodeCycle, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.settings import SETTINGS
-from sglang_dflash.types import Block, DrawParameters
+from sglang_dflash.types import Block
 from sglang_dflash.verify.acceptance import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,15 @@ class _Graph:
         batch: of its static buffers.
         drafts: [P, W] int64, pinned: the blocks, on the CPU before the target has verified them.
         has_drafted: recorded inside the graph, when they are.
-        accepted: by the target's plain tokens (`DecodeCycle.accept_plain`).
+        hidden_states: `Step.hidden_states`.
+        accepted: by the target's plain tokens.
         layouts: of the attention backends, which may own memory that the graph reads.
     """
 
     batch: ForwardBatch
     drafts: torch.Tensor
     has_drafted: torch.cuda.Event
+    hidden_states: torch.Tensor
     accepted: Acceptance
     layouts: tuple
 
@@ -66,10 +70,14 @@ class GraphBlocks:
     Attributes:
         padded: blocks of as many requests as the graph has.
         block: of the bs requests.
+        input_ids, positions, out_cache_loc: of the rows that the target verifies of them.
     """
 
     padded: Block
     block: Block
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class _Recorded:
     """The :class:`sglang_dflash.engine.cycle.Forwards` of a cycle that is being recorded.
 
     Attributes:
-        draft_backend, draft_plan, target_plan: for blocks of W tokens.
+        draft_backend, draft_plan: for blocks of W tokens.
+        target_plan: for what is verified.
         forward: the target's, as SGLang captures it.
         drafts: [P, W] int64, pinned, takes the blocks.
         has_drafted: external: the host waits for it while the rest of the graph runs.
@@ -102,6 +111,17 @@ class _Recorded:
         return self.forward(batch)
 
 
+@contextmanager
+def override_num_draft_tokens(width: int) -> Iterator[None]:
+    """Meanwhile attention backends are built for as many rows of a request."""
+    original = get_spec().speculative_num_draft_tokens
+    get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
+    try:
+        yield
+    finally:
+        get_context().override("sglang_dflash", speculative_num_draft_tokens=original)
+
+
 def _variant_label(in_shards: bool) -> str | None:
     return "in shards" if in_shards else None
 
@@ -121,18 +141,20 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     ) -> None:
         """
         Args:
-            width: W.
-            attn_backend, draft_backend: of the target and of the drafter, for blocks of W tokens; None: their own, for
-                whole blocks.
+            width: rows of a request that the target verifies.
+            attn_backend, draft_backend: of the target and of the drafter, for so many; None: their own, for whole
+                blocks.
             min_bs: of the batches that are captured.
             whole: the runner of whole blocks, which this one is beside.
         """
         self.width, self._min_bs = width, min_bs
+        # W.
+        self._block_width = min(width, cycle.block_size)
         self._cycle = cycle
         target_backend = attn_backend or model_runner.attn_backend
         self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
         self._target_plan = block_plan(target_backend, width)
-        self._draft_plan = block_plan(self.draft_backend, width)
+        self._draft_plan = block_plan(self.draft_backend, self._block_width)
         bound_index_buffer(target_backend, whole and whole.attn_backend)
         bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
         # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
@@ -152,9 +174,15 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
     @classmethod
-    def install(cls, target_runner: ModelRunner, cycle: DecodeCycle) -> None:
-        """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
-        bound = partial(cls, cycle=cycle, width=cycle.block_size)
+    def install(
+        cls, target_runner: ModelRunner, cycle: DecodeCycle, tree_attention: TreeAttentionBackend | None
+    ) -> None:
+        """Make a target, which has its KV pools and no graphs yet, capture whole cycles.
+
+        Args:
+            tree_attention: of the target's forwards; None: it verifies chains, on its own backend.
+        """
+        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=tree_attention)
         # SGLang asks the class for this before it makes a runner.
         bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
@@ -162,18 +190,14 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         # Float32 logits of all verified tokens would have room here, which nobody writes (`verify.logits`); prefills
         # use it for one per request.
         max_rows = target_runner.max_shared_logits_buffer_rows
-        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // cycle.block_size
+        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // cycle.num_rows
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
         """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` tokens."""
-        # What backends are built for.
-        get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
-        try:
+        with override_num_draft_tokens(width):
             runners = (self.model_runner, self._cycle.draft_runner)
             backends = (runner._get_attention_backend() for runner in runners)
             return type(self)(self.model_runner, self._cycle, width, *backends, min_bs, whole=self)
-        finally:
-            get_context().override("sglang_dflash", speculative_num_draft_tokens=self.width)
 
     @contextmanager
     def serving(self, in_shards: bool) -> Iterator[None]:
@@ -195,23 +219,20 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def capture(self) -> None:
         buffers = self.buffers
-        self._block = Block(
-            buffers.input_ids,
-            buffers.positions,
-            buffers.out_cache_loc,
-            buffers.req_pool_indices,
-            buffers.seq_lens,
-            # Of the requests of the largest graph; greedy while graphs are captured.
-            DrawParameters.greedy(self.max_bs, self.device),
-            *Block.scalars(self.device),
-        )
+        rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
+        num_tokens = self.max_bs * self._block_width
+        if self._cycle.num_candidates > 1:
+            # The target's are written when the drafter has run.
+            rows = [torch.zeros_like(tensor[:num_tokens]) for tensor in rows]
+        # Greedy while graphs are captured.
+        self._block = Block.of(*rows, buffers.req_pool_indices[: self.max_bs], buffers.seq_lens[: self.max_bs])
         # SGLang has given its own backend its buffers by now.
-        self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
+        self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
     def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
-        """Of the captured batches; blocks are causal chains, so no backend needs a mask."""
+        """Of the captured batches. Blocks are causal chains, so no backend needs a mask; trees have ours."""
         return DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -222,10 +243,11 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture_prepare(self, *args, **kwargs):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
-        self._draft_plan.capture(self._cycle.draft_batch(batch))
+        block = self._block.take(batch.batch_size, self._block_width)
+        self._draft_plan.capture(self._cycle.draft_batch(batch, block))
         if batch.batch_size not in self._drafts:
             # Pinned memory cannot be allocated during a capture.
-            shape = (batch.batch_size, self.width)
+            shape = (batch.batch_size, self._block_width)
             self._drafts[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         return prepared
 
@@ -264,12 +286,14 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             drafts=self._drafts[bs],
             has_drafted=torch.cuda.Event(external=True),
         )
-        step = self._cycle.run(batch, self._block.take(bs, self.width), in_shards, recorded)
+        step = self._cycle.run(batch, self._block.take(bs, self._block_width), in_shards, recorded)
         backends = [*parts(self.attn_backend), self.draft_backend]
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, step.accepted, layouts)
+        self._graphs[bs, in_shards] = _Graph(
+            batch, recorded.drafts, recorded.has_drafted, step.hidden_states, step.accepted, layouts
+        )
         return step.output
 
     # --- replay -----------------------------------------------------------------------------------------------------
@@ -279,8 +303,12 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if not self.has(bs):
             return None
         if bs not in self._blocks:
-            sizes = (self.padded(bs), bs)
-            self._blocks[bs] = GraphBlocks(*(self._block.take(size, self.width) for size in sizes))
+            blocks = (self._block.take(size, self._block_width) for size in (self.padded(bs), bs))
+            rows = slice(bs * self.width)
+            buffers = self.buffers
+            self._blocks[bs] = GraphBlocks(
+                *blocks, buffers.input_ids[rows], buffers.positions[rows], buffers.out_cache_loc[rows]
+            )
         return self._blocks[bs]
 
     def has(self, bs: int) -> bool:
@@ -337,7 +365,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         drafts = None
         if has_grammar:
             drafts = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)
-        return Step(batch, output, graph.accepted.take(bs), drafts, is_replay=True)
+        hidden_states = graph.hidden_states[: bs * self._block_width]
+        return Step(batch, output, hidden_states, graph.accepted.take(bs), drafts, is_replay=True)
 
 
 class CycleGraphs:

@@ -13,14 +13,20 @@ from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_dflash.engine.kv_reservation import reserve_slots
+from sglang_dflash.types import Trees
 
 
 class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
-    """One block per request, verified by the target as a causal chain.
+    """One block per request, verified by the target as a causal chain, or one tree.
 
     SGLang's graph capture builds its own base class for its dummy batches, and FlashInfer and the CPU backend dispatch
     on its type, so this one must be that class.
+
+    Attributes:
+        trees: of the requests, as soon as they are grown; None: they have chains.
     """
+
+    trees: Trees | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from operator import mul
 
@@ -34,14 +35,17 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.attention.plan import is_planned_from_bounds
+from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive_width import VerifyWidth, verify_widths
 from sglang_dflash.engine.cycle import DecodeCycle, Step
-from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
+from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.engine.tree_cycle import TreeCycle
+from sglang_dflash.integration.arguments import num_candidates
 from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_window_pool
@@ -79,7 +83,8 @@ class DFlashWorker(BaseSpecWorker):
             server_args, gpu_id, nccl_port, target_worker.model_runner, target_worker.random_seed
         )
         self.device = target_worker.device
-        self.block_size = get_spec().speculative_num_draft_tokens
+        self.block_size = get_spec().speculative_dflash_block_size
+        self._num_candidates = num_candidates(server_args, target_worker.model_runner.model_config)
         self._metrics = CycleMetrics(self.block_size, self.device)
 
         target_model = target_worker.model_runner.model
@@ -120,7 +125,7 @@ class DFlashWorker(BaseSpecWorker):
             return self._idle(on_publish)
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
-        step = self._run_cycle(batch, is_plain=not overruled)
+        step = self._run_cycle(batch, overruled)
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
             self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
@@ -129,26 +134,27 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(step.accepted.new_seq_lens)
         return self._end_cycle(batch, step, parts)
 
-    def _run_cycle(self, batch: ScheduleBatch, is_plain: bool) -> Step:
-        """One cycle, by the plain rule; `is_plain`: which is that of every request."""
+    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int]) -> Step:
+        """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
         seconds = 0.0
         if self._seconds_per_kv_token:
-            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self.block_size).sum())
+            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, cycle.num_rows).sum())
         width = self._width.choose(bs, seconds)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
-        in_shards = is_plain and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
-        block, forward_batch, can_replay = self._block_batch(batch, width, is_plain, graphs)
+        in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
+        block, forward_batch, can_replay = self._block_batch(batch, width, overruled, graphs)
         if can_replay:
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
             return graphs.step(forward_batch, output, batch.has_grammar)
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
-        assert graphs is None or width == self.block_size
-        backend = self.draft_model_runner.attn_backend
-        return cycle.run(forward_batch, block, in_shards, _Eager(backend, batch.has_grammar, self._verify))
+        assert graphs is None or width == cycle.num_rows
+        eager = _Eager(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
+        with nullcontext() if self._tree_attention is None else self._tree_attention.serving():
+            return cycle.run(forward_batch, block, in_shards, eager)
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
@@ -166,7 +172,7 @@ class DFlashWorker(BaseSpecWorker):
                 part=part,
                 output=output,
                 block_tokens=step.block_tokens,
-                positions=step.batch.positions,
+                positions=step.positions,
                 grammar_tree=step.drafts,
                 grammar_barrier=grammar_barrier,
             )
@@ -186,7 +192,7 @@ class DFlashWorker(BaseSpecWorker):
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
         # The next replay overwrites them before the scheduler has read them.
-        _, hidden_states = self._cycle.split_hidden_states(output)
+        _, hidden_states = self._cycle.split_hidden_states(step.hidden_states)
         output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
         return GenerationBatchResult(
             logits_output=output,
@@ -200,14 +206,26 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def _block_batch(
-        self, batch: ScheduleBatch, width: int, is_plain: bool, graphs: CycleGraphRunner | None
+        self, batch: ScheduleBatch, width: int, overruled: list[int], graphs: CycleGraphRunner | None
     ) -> tuple[Block, ForwardBatch, bool]:
-        """Blocks of `[bonus, mask x (width - 1)]`, in the buffers of a graph of their size where there is one; the
-        TARGET_VERIFY batch of them; and whether a graph can be replayed for it."""
+        """Blocks of `[bonus, mask x (W - 1)]`, in the buffers of a graph of their size where there is one; the
+        TARGET_VERIFY batch of them, of `width` rows a request; and whether a graph can be replayed for it."""
         draft_input: DFlashDraftInput = batch.spec_info
-        bs = batch.batch_size()
+        bs, has_trees = batch.batch_size(), self._tree_attention is not None
         static = None if graphs is None else graphs.blocks(bs)
-        block = Block.empty(bs, width, self.device) if static is None else static.block
+        rows: GraphBlocks | Block | None = static
+        if static is not None:
+            block = static.block
+        else:
+            block = rows = Block.empty(bs, min(width, self.block_size), self.device)
+            if has_trees:
+                rows = Block.empty(bs, width, self.device)
+        is_chain = None
+        if has_trees and overruled:
+            is_chain = [0] * bs
+            for place in overruled:
+                is_chain[place] = 1
+            is_chain = async_h2d(is_chain, dtype=torch.int64, device=self.device)
         ops.prepare_block(
             bonus_tokens=draft_input.bonus_tokens,
             seq_lens=batch.seq_lens,
@@ -216,19 +234,23 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=self._mask_token_id,
             parameters=self._sampler.draw_parameters(batch.sampling_info),
             seed=self._seeds.getrandbits(63),
-            is_plain=is_plain,
+            is_plain=not overruled,
+            is_chain=is_chain,
             block=block if static is None else static.padded,
         )
         # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        batch.input_ids = block.input_ids
-        batch.out_cache_loc = block.out_cache_loc
+        batch.input_ids = rows.input_ids
+        batch.out_cache_loc = rows.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         forget_prefill(batch)
         batch.seq_lens_cpu = self._host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        if has_trees and self.target_worker.model_runner.model_config.model_is_mrope:
+            # SGLang makes other positions of them, to which the nodes' depths are added.
+            torch.repeat_interleave(block.seq_lens, width, out=rows.positions)
         batch.spec_info = DFlashVerifyInput(
-            draft_token=block.input_ids,
-            positions=block.positions,
+            draft_token=rows.input_ids,
+            positions=rows.positions,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
@@ -265,7 +287,7 @@ class DFlashWorker(BaseSpecWorker):
         positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
         plan, result.kv_loc_plan = result.kv_loc_plan, None
         self._cycle.append_prompt(result.logits_output, positions, plan)
-        _, hidden_states = self._cycle.split_hidden_states(result.logits_output)
+        _, hidden_states = self._cycle.split_hidden_states(result.logits_output.hidden_states)
         result.logits_output.hidden_states = hidden_states if batch.return_hidden_states else None
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
@@ -330,13 +352,31 @@ class DFlashWorker(BaseSpecWorker):
         logger.info("%s", self._kv_memory)
         self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
         self._states = RecurrentState.of(target_runner, self.block_size)
-        self._cycle = DecodeCycle(
-            self.draft_model_runner, target_runner.model, self.block_size, window, self._states, self._metrics.clock
+        arguments = (
+            self.draft_model_runner,
+            target_runner.model,
+            self.block_size,
+            window,
+            self._states,
+            self._metrics.clock,
+        )
+        self._tree_attention = None
+        if self._num_candidates == 1:
+            self._cycle = DecodeCycle(*arguments)
+            return
+        self._tree_attention = TreeAttentionBackend(target_runner)
+        self._cycle = TreeCycle(
+            *arguments,
+            num_nodes=get_spec().speculative_num_draft_tokens,
+            num_candidates=self._num_candidates,
+            attention=self._tree_attention,
         )
 
     def init_attention_backends(self) -> None:
-        super().init_attention_backends()
-        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle)
+        # The drafter's are built for its blocks; the target's are there.
+        with override_num_draft_tokens(self.block_size):
+            super().init_attention_backends()
+        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle, self._tree_attention)
 
     def init_cuda_graphs(self) -> None:
         """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""
@@ -348,7 +388,7 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive and whole is None and self.device != "cpu":
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
-        widths = verify_widths(self.block_size) if is_adaptive else (self.block_size,)
+        widths = verify_widths(self.block_size) if is_adaptive else (self._cycle.num_rows,)
         self._seconds_per_kv_token = 0.0
         if whole is None:
             # A CPU computes all the time, so a cycle takes as long as it has tokens.
@@ -371,6 +411,8 @@ class DFlashWorker(BaseSpecWorker):
             "version": __version__,
             "worker": type(self).__name__,
             "block_size": self.block_size,
+            "verified_rows": self._cycle.num_rows,
+            "candidates_per_position": self._num_candidates,
             "draft_attention_backend": self.draft_model_runner.decode_attention_backend_str,
             "draft_window_size": get_spec().speculative_draft_window_size,
             # Of now: SGLang may shrink the pools once CUDA graphs have taken their memory.

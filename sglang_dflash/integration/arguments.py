@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_spec
@@ -26,11 +27,13 @@ from transformers import PretrainedConfig
 from sglang_dflash import hooks
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import (
+    MAX_CANDIDATES,
     ConfigError,
     DFlashConfig,
     TargetFacts,
     check_checkpoint_path,
     resolve_block_size,
+    resolve_tree,
 )
 from sglang_dflash.verify import recurrent_state
 
@@ -130,6 +133,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     original(server_args)
     declare_resolution(server_args, _SOURCE, speculative_adaptive=is_adaptive)
     check_deterministic(server_args)
+    check_trees(server_args)
     # What `overrides.max_speculative_num_draft_tokens` would compute from EAGLE's steps, and keeps here.
     server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
 
@@ -163,20 +167,34 @@ def handle_dflash(server_args: ServerArgs) -> None:
     drafter.check_tensor_parallel(cfg.tp_size)
     check_context_length(server_args, hf_config)
     check_dtypes(server_args)
-    block_size = resolve_block_size(
-        drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens
-    )
+    check_eagle_shape(server_args)
+    sizes = (drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens)
+    if has_trees(server_args):
+        block_size, num_rows = resolve_tree(*sizes)
+    else:
+        block_size = num_rows = resolve_block_size(*sizes)
+    if target.is_recurrent and num_rows > block_size:
+        num_rows = block_size
+    if has_trees(server_args) and target.is_recurrent:
+        logger.info(
+            "--speculative-eagle-topk %s changes nothing for %s: recurrent states follow one path, so DFLASH verifies "
+            "chains of %d tokens.",
+            server_args.speculative_eagle_topk,
+            target.architecture,
+            num_rows,
+        )
     if block_size < drafter.block_size:
         logger.info("DFLASH serves blocks of %d; the drafter was trained with %d.", block_size, drafter.block_size)
-    check_eagle_shape(server_args)
     choices = draft_attention_backends(server_args)
     backend = draft_attention_backend(server_args, choices)
     drafter.check_attention_backend(backend, block_size, choices)
     declare_resolution(
         server_args,
         _SOURCE,
-        speculative_num_draft_tokens=block_size,
-        # EAGLE's shape; SGLang's KV accounting reads it for every algorithm.
+        speculative_num_draft_tokens=num_rows,
+        speculative_dflash_block_size=block_size,
+        # EAGLE's shape; SGLang's KV accounting reads it for every algorithm. What the user asked for stays with
+        # `server_args`: see `num_candidates`.
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_draft_attention_backend=backend,
@@ -219,13 +237,29 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
 
 
 def check_eagle_shape(server_args: ServerArgs) -> None:
-    for name in ("speculative_num_steps", "speculative_eagle_topk"):
-        value = getattr(server_args, name)
-        if value not in (None, 1):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: DFLASH drafts one block in one step; leave it out, and set "
-                "--speculative-dflash-block-size instead."
-            )
+    steps, topk = server_args.speculative_num_steps, server_args.speculative_eagle_topk
+    if steps not in (None, 1):
+        raise ConfigError(
+            f"--speculative-num-steps {steps}: DFLASH drafts one block in one step; leave it out, and set "
+            "--speculative-dflash-block-size instead."
+        )
+    if topk is not None and not 1 <= topk <= MAX_CANDIDATES:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: the candidates for every position of a tree of drafts, at least 1 (a "
+            f"chain) and at most {MAX_CANDIDATES}."
+        )
+
+
+def has_trees(server_args: ServerArgs) -> bool:
+    """Whether the user has asked for trees of drafts."""
+    return (server_args.speculative_eagle_topk or 1) > 1
+
+
+def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
+    """Of every position, that may be in a tree; 1: drafts are verified in chains."""
+    if not has_trees(server_args) or mambaish_config(target) is not None:
+        return 1
+    return server_args.speculative_eagle_topk
 
 
 def check_draft_window(server_args: ServerArgs) -> None:
@@ -246,6 +280,23 @@ def check_adaptive(server_args: ServerArgs) -> None:
             "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
             "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
         )
+
+
+def check_trees(server_args: ServerArgs) -> None:
+    """What does not go with `--speculative-eagle-topk`."""
+    cfg = resolving_view(server_args)
+    others = {
+        "--speculative-adaptive": (cfg.speculative_adaptive, "it chooses how long chains are"),
+        "--enable-deterministic-inference": (
+            cfg.enable_deterministic_inference,
+            "how sums over a tree's context round depends on the batch",
+        ),
+    }
+    for flag, (is_set, reason) in others.items():
+        if has_trees(server_args) and is_set:
+            raise ConfigError(
+                f"{flag} with --speculative-eagle-topk {server_args.speculative_eagle_topk} is not supported: {reason}."
+            )
 
 
 def check_deterministic(server_args: ServerArgs) -> None:

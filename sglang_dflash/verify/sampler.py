@@ -1,7 +1,7 @@
 """The target's token after each token of a block, as SGLang would have chosen it one token at a time.
 
 Where all that a request asks for is the argmax of the untouched logits, or a draw from their softmax and its filters,
-the cycle chooses by itself (`DecodeCycle.accept_plain`), inside its CUDA graph. It does so for the other requests of a
+the cycle chooses by itself (`DecodeCycle.run`), inside its CUDA graph. It does so for the other requests of a
 batch too, for which it is overruled here: the logits of their blocks, and of no others, go through everything that
 SGLang applies before it chooses, in SGLang's order, and then through SGLang's own sampler. What depends on the tokens
 before a token sees those of the block too. The draft is a point mass, so comparing it with the sampled tokens is exact
@@ -92,7 +92,7 @@ class BlockSampler:
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
     def overruled(self, batch: ScheduleBatch) -> list[int]:
-        """Places in a batch of the requests that `DecodeCycle.accept_plain` cannot choose for."""
+        """Places in a batch of the requests that `DecodeCycle.run` cannot choose for."""
         info = batch.sampling_info
         draws = self._draws_plainly(info)
         has_all_filters = info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling
@@ -176,9 +176,10 @@ class BlockSampler:
         """Choose a token after every token of some blocks.
 
         Args:
-            output: of the target's forward, with `next_token_logits` [bs * W, V]; takes the log probabilities.
+            output: of the target's forward, with `next_token_logits` [bs * rows, V], of each request those of its
+                block first; takes the log probabilities.
             block_tokens: [bs, W] int64.
-            positions: [bs * W] int64.
+            positions: [bs, W] int64.
             grammar_tree: the blocks on their way to the CPU, where the batch has grammars.
             grammar_barrier: overlap scheduling; brings the grammars up to the blocks' first tokens, unless they are.
 
@@ -189,7 +190,7 @@ class BlockSampler:
         info = _info_of(batch.sampling_info, part)
         bs, width = block_tokens.shape
         block_tokens = block_tokens[index]
-        blocks = output.next_token_logits.view(bs, width, -1)[index].to(torch.float32)
+        blocks = output.next_token_logits.unflatten(0, (bs, -1))[index, :width].to(torch.float32)
         logits = blocks.view(len(reqs) * width, -1)
         if any(is_penalised(req.sampling_params) for req in reqs):
             self._penalties.apply(logits, block_tokens, reqs, batch.req_pool_indices[index], batch.seq_lens[index])
@@ -216,7 +217,7 @@ class BlockSampler:
             any(req.return_logprob for req in reqs),
             _repeat([req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs], width),
             _repeat([req.logprob.token_ids_logprob if req.return_logprob else None for req in reqs], width),
-            positions.view(bs, width)[index].view(-1),
+            positions[index].view(-1),
         ).to(torch.int64)
         self._failed[index] = self._checks.take()[0].view(-1, width)
         if is_mixed:

@@ -14,6 +14,18 @@ _TOKEN_BITS = 32
 _TOKEN_MASK = 2**_TOKEN_BITS - 1
 
 
+def vocab_parts(lm_head: VocabParallelEmbedding) -> list[tuple[int, int, int]]:
+    """What this rank's shard has of the vocabulary: first column, columns, and token id of the first column, of a part
+    of the original vocabulary and one of the vocabulary that was added to it. Between them is padding; a part may be
+    missing."""
+    shard = lm_head.shard_indices
+    parts = (
+        (0, shard.num_org_elements, shard.org_vocab_start_index),
+        (shard.num_org_elements_padded, shard.num_added_elements, shard.added_vocab_start_index),
+    )
+    return [part for part in parts if part[1]]
+
+
 class VocabArgmax:
     """Each rank reduces its own shard of the vocabulary, and ranks exchange one int64 per row: the best logit above,
     the token below (`pack`), so that the largest one is the answer. It is one all-gather and a maximum, because that is
@@ -27,18 +39,11 @@ class VocabArgmax:
     def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator) -> None:
         """
         Args:
-            lm_head: its shard has a part of the original vocabulary, padding, a part of the vocabulary that was added
-                to it, and padding; a part may be empty.
+            lm_head: whose output the logits are.
             tp_group: the ranks among which it is sharded.
         """
         self._tp_group = tp_group
-        shard = lm_head.shard_indices
-        parts = (
-            (0, shard.num_org_elements, shard.org_vocab_start_index),
-            (shard.num_org_elements_padded, shard.num_added_elements, shard.added_vocab_start_index),
-        )
-        # (first column, columns, token id of the first column)
-        self._parts = [part for part in parts if part[1]]
+        self._parts = vocab_parts(lm_head)
         self._is_whole = tp_group.world_size == 1 and len(self._parts) == 1
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:

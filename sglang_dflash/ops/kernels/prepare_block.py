@@ -9,8 +9,9 @@ import triton.language as tl
 from sglang_dflash.types import Block, DrawParameters
 
 
-# The number of drawn requests changes between 0 and bs, and the others with every launch: no reason to compile.
-@triton.jit(do_not_specialize=["num_drawn", "seed", "is_plain"])
+# The numbers of requests that are drawn or told change between 0 and bs, and the others with every launch: no reason to
+# compile.
+@triton.jit(do_not_specialize=["num_drawn", "num_told", "seed", "is_plain"])
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -24,6 +25,8 @@ def _prepare_block_kernel(
     top_ps,
     min_ps,
     num_drawn,
+    is_chain,
+    num_told,
     seed,
     is_plain,
     block_ids,
@@ -37,6 +40,7 @@ def _prepare_block_kernel(
     block_min_ps,
     block_seed,
     block_is_plain,
+    block_is_chain,
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -61,6 +65,7 @@ def _prepare_block_kernel(
     tl.store(block_top_ks + request, tl.load(top_ks + request, mask=is_drawn, other=1))
     tl.store(block_top_ps + request, tl.load(top_ps + request, mask=is_drawn, other=1.0))
     tl.store(block_min_ps + request, tl.load(min_ps + request, mask=is_drawn, other=0.0))
+    tl.store(block_is_chain + request, tl.load(is_chain + request, mask=request < num_told, other=0))
     if request == 0:
         tl.store(block_seed, seed.to(tl.int64))
         tl.store(block_is_plain, is_plain.to(tl.int64))
@@ -75,6 +80,7 @@ def prepare_block(
     parameters: DrawParameters | None,
     seed: int,
     is_plain: bool,
+    is_chain: torch.Tensor | None,
     block: Block,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.prepare_block.prepare_block`."""
@@ -83,7 +89,7 @@ def prepare_block(
         return
     block_size = block.input_ids.shape[0] // padded_bs
     bs = bonus_tokens.shape[0]
-    # Where none is drawn, nothing is read.
+    # Where none is drawn, or told to be a chain, nothing is read.
     source = block.parameters if parameters is None else parameters
     _prepare_block_kernel[(padded_bs,)](
         bonus_tokens,
@@ -98,6 +104,8 @@ def prepare_block(
         source.top_ps,
         source.min_ps,
         0 if parameters is None else bs,
+        block.is_chain if is_chain is None else is_chain,
+        0 if is_chain is None else bs,
         seed,
         int(is_plain),
         block.input_ids,
@@ -111,6 +119,7 @@ def prepare_block(
         block.parameters.min_ps,
         block.seed,
         block.is_plain,
+        block.is_chain,
         BLOCK_SIZE=block_size,
         PADDED=triton.next_power_of_2(block_size),
         num_warps=1,

@@ -24,17 +24,17 @@ def accept_paths(
 
     Returns:
         :class:`Acceptance` of L tokens a request; output tokens behind the bonus token are 0.
-        [bs, L] int64, the nodes of the accepted paths; behind them 0.
+        [bs, L] int64, the nodes of the accepted paths; behind them the places themselves, as all of a chain's are.
     """
     bs = tokens.shape[0]
     accepted = Acceptance.empty(bs, max_len, tokens.device)
     accepted.out_tokens.zero_()
-    paths = torch.zeros((bs, max_len), dtype=torch.int64, device=tokens.device)
+    paths = torch.empty((bs, max_len), dtype=torch.int64, device=tokens.device)
     node = torch.zeros(bs, dtype=torch.int64, device=tokens.device)
     goes_on = torch.ones(bs, dtype=torch.bool, device=tokens.device)
     accepted.accept_lens.zero_()
     for place in range(max_len):
-        paths[:, place] = torch.where(goes_on, node, 0)
+        paths[:, place] = torch.where(goes_on, node, place)
         chosen = target_tokens.gather(1, node[:, None])
         accepted.out_tokens[:, place] = torch.where(goes_on, chosen[:, 0], 0)
         accepted.bonus_tokens.copy_(torch.where(goes_on, chosen[:, 0], accepted.bonus_tokens))

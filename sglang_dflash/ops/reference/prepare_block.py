@@ -16,6 +16,7 @@ def prepare_block(
     parameters: DrawParameters | None,
     seed: int,
     is_plain: bool,
+    is_chain: torch.Tensor | None,
     block: Block,
 ) -> None:
     """Lay out `[bonus, mask x (B - 1)]` for every request, and how its tokens are to be drawn.
@@ -28,6 +29,7 @@ def prepare_block(
         parameters: of the bs requests; None: all are greedy.
         seed: of the cycle, below 2**63.
         is_plain: whether all requests are accepted by the plain rule.
+        is_chain: [bs] int64, of :class:`sglang_dflash.types.Block`; None: 0 for all.
         block: written, of P >= bs requests; those behind the first bs become greedy requests of one token, in row 0 of
             `req_to_token` and slot 0 of the KV, which SGLang keeps for padding.
     """
@@ -45,6 +47,9 @@ def prepare_block(
     out_cache_loc[bs:] = 0
     block.seed.fill_(seed)
     block.is_plain.fill_(is_plain)
+    block.is_chain.zero_()
+    if is_chain is not None:
+        block.is_chain[:bs] = is_chain
     for name, greedy in vars(DrawParameters.greedy(1, seq_lens.device)).items():
         values = getattr(block.parameters, name)
         values[:] = greedy

@@ -1,0 +1,174 @@
+"""The target's attention of drafted trees, on whatever backend it prefills with.
+
+A backend verifies a block as a chain. Of a tree every node sees its own ancestors, and is where these, not its slot,
+put it. One kernel of ours does that for all of them (`ops.attend_trees`), since it finds keys by their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash import ops
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.types import KVRows
+
+
+class TreeAttentionBackend(AttentionBackend):
+    """Takes the place of a target's attention backend while it verifies trees (`DFlashVerifyInput.trees`).
+
+    Attributes:
+        req_to_token: the target's, [rows, width] int32.
+        req_to_token_pool, token_to_kv_pool: the target's, which its layers look for here.
+        forward_metadata: [bs * N] int64, slots of the nodes in the pool of the sliding layers; None: they have none.
+        kv_index_translator: the target's.
+    """
+
+    def __init__(self, target_runner: ModelRunner) -> None:
+        """
+        Raises:
+            ConfigError: the target attends in a way that trees are not verified in.
+        """
+        super().__init__()
+        for name, module in target_runner.model.named_modules():
+            if isinstance(module, RadixAttention):
+                _check(name, module)
+        self.kv_index_translator = target_runner.kv_index_translator
+        self.forward_metadata: torch.Tensor | None = None
+        self._runner = target_runner
+        self.token_to_kv_pool = target_runner.token_to_kv_pool
+        self._swa_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        self.req_to_token_pool = target_runner.req_to_token_pool
+        self.req_to_token = self.req_to_token_pool.req_to_token
+        self._rows = kv_rows(self.token_to_kv_pool)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Meanwhile the target's forwards go through this backend."""
+        original, self._runner.attn_backend = self._runner.attn_backend, self
+        try:
+            yield
+        finally:
+            self._runner.attn_backend = original
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """There is none: all it reads are tensors of the batch."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if self._swa_pool is not None:
+            self.forward_metadata = self._swa_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the nodes of all trees, T of them.
+
+        Args:
+            q: [T, heads * head_dim]; of MLA the part without RoPE, if there is `q_rope`.
+            k, v: [T, KV heads, head_dim], None: the pool has them; of MLA the latent, and whatever.
+            q_rope: [T, heads, rope_dim] or [T, heads * rope_dim], of MLA.
+            k_rope: [T, 1, rope_dim], of MLA.
+            sinks: [heads].
+
+        Returns:
+            [T, heads * v_head_dim].
+        """
+        trees, heads = forward_batch.spec_info.trees, layer.tp_q_head_num
+        if save_kv_cache and k is not None:
+            slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.forward_metadata)
+            if k_rope is None:
+                self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+            else:
+                self.token_to_kv_pool.set_mla_kv_buffer(layer, slots.loc, k, k_rope)
+        query = q.view(-1, heads, layer.head_dim) if q_rope is None else _join(q, q_rope, heads)
+        k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        is_scaled = k_cache.dtype != q.dtype and layer.k_scale is not None
+        window = layer.sliding_window_size
+        output = ops.attend_trees(
+            query,
+            k_cache,
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            self._slot_map(layer),
+            forward_batch.seq_lens,
+            forward_batch.positions,
+            trees.ancestors,
+            layer.scaling,
+            window if window > -1 else None,
+            layer.logit_cap,
+            sinks,
+            layer.k_scale_float if is_scaled else 1.0,
+            layer.v_scale_float if is_scaled else 1.0,
+        )
+        return output.view(-1, heads * layer.v_head_dim)
+
+    def _slot_map(self, layer: RadixAttention) -> torch.Tensor | None:
+        if self._swa_pool is None or not self._swa_pool.layers_mapping[layer.layer_id][1]:
+            return None
+        return self._swa_pool.full_to_swa_index_mapping
+
+    def move_kv(self, slots: torch.Tensor, paths: torch.Tensor, accept_lens: torch.Tensor) -> None:
+        """Put the KV of accepted paths, of all layers, where that of chains is: see `ops.reference.move_kv`."""
+        for rows, has_own_slots in self._rows:
+            slot_map = self._swa_pool.full_to_swa_index_mapping if has_own_slots else None
+            ops.move_kv(rows, slots, paths, accept_lens, slot_map)
+
+
+def _join(nope: torch.Tensor, rope: torch.Tensor, heads: int) -> torch.Tensor:
+    return torch.cat([part.view(part.shape[0], heads, -1) for part in (nope, rope)], dim=-1)
+
+
+def _check(name: str, layer: RadixAttention) -> None:
+    """Raise :class:`ConfigError` for a layer that does more than :meth:`TreeAttentionBackend.forward_extend` does."""
+    obstacles = {
+        "attends to all tokens": layer.attn_type != AttentionType.DECODER,
+        "attends to an encoder's output": layer.is_cross_attention,
+        "attends in chunks": layer.use_irope,
+        "scales by position": layer.xai_temperature_len > 0,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ConfigError(
+                f"--speculative-eagle-topk: layer {name} of the target {obstacle}, which DFLASH does in chains only; "
+                "leave the flag out."
+            )
+
+
+def kv_rows(pool: KVCache) -> list[tuple[KVRows, bool]]:
+    """All that a target's pool has of a token, and whether that is in slots of a window's pool."""
+    if isinstance(pool, SWAKVPool):
+        parts = ((pool.full_kv_pool, False), (pool.swa_kv_pool, True))
+        return [(rows, is_sliding) for part, is_sliding in parts for rows, _ in kv_rows(part)]
+    # Others keep scales, or indices, beside the keys.
+    if type(pool) is MHATokenToKVPool:
+        buffers = [*pool.k_buffer, *pool.v_buffer]
+    elif type(pool) is MLATokenToKVPool:
+        buffers = pool.kv_buffer
+    else:
+        raise ConfigError(
+            f"--speculative-eagle-topk: the target's KV is in a {type(pool).__name__}, where DFLASH moves no tokens; "
+            "leave the flag out."
+        )
+    return [(KVRows.of(buffers), False)] if buffers else []

@@ -1,0 +1,95 @@
+"""The decode cycle that verifies trees of drafts, `--speculative-eagle-topk` of them above 1.
+
+One drafter forward gives a distribution for every token of a block. A chain uses the best token of each; a tree has the
+N - 1 most probable beginnings of a block, so that a second choice is verified where the first is wrong. A request whose
+tokens the cycle does not choose (`BlockSampler.overruled`) has a chain in place of its tree, as what is applied to its
+logits depends on the tokens before each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_dflash import ops
+from sglang_dflash.attention.trees import TreeAttentionBackend
+from sglang_dflash.engine.cycle import DecodeCycle, Forwards
+from sglang_dflash.engine.relay import DFlashVerifyInput
+from sglang_dflash.types import Block, Trees
+from sglang_dflash.verify.acceptance import Acceptance
+
+
+class TreeCycle(DecodeCycle):
+    """Of each request, `batch` has N rows, and `block` the W of the drafter's forward."""
+
+    def __init__(self, *args, num_nodes: int, num_candidates: int, attention: TreeAttentionBackend) -> None:
+        """
+        Args:
+            num_nodes: N.
+            num_candidates: of a row of the drafter, that may be in a tree.
+            attention: of the target's forwards.
+            args: as those of `DecodeCycle`.
+        """
+        self.num_candidates = num_candidates
+        super().__init__(*args)
+        self.num_rows, self._attention = num_nodes, attention
+
+    def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
+        width = block.input_ids.shape[0] // batch.batch_size
+        spec_info = DFlashVerifyInput(
+            draft_token=block.input_ids,
+            positions=block.positions,
+            draft_token_num=width,
+            capture_hidden_mode=batch.spec_info.capture_hidden_mode,
+        )
+        blocks = replace(
+            super().draft_batch(batch, block),
+            input_ids=block.input_ids,
+            positions=block.positions,
+            out_cache_loc=block.out_cache_loc,
+            spec_info=spec_info,
+        )
+        self.draft_runner.kv_index_translator.bind_runner_slots(blocks)
+        return blocks
+
+    def _draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
+        bs = batch.batch_size
+        candidates = self._head.candidates(self._forward_draft(batch, block, forwards), bs)
+        parents, ancestors = torch.empty((2, bs, self.num_rows), dtype=torch.int64, device=batch.seq_lens.device)
+        trees = Trees(batch.input_ids, batch.positions, batch.out_cache_loc, parents, ancestors)
+        block_tokens = block.input_ids.view(bs, -1)
+        ops.grow_trees(
+            block_tokens[:, 0],
+            *candidates,
+            block.is_chain,
+            batch.seq_lens,
+            batch.req_pool_indices,
+            self._attention.req_to_token,
+            trees,
+        )
+        if batch.mrope_positions is not None:
+            # So far all nodes are where the root is.
+            depths = batch.positions.view(bs, -1) - batch.seq_lens[:, None]
+            batch.mrope_positions += depths.view(-1)
+        batch.spec_info.trees = trees
+        return trees.tokens.view(bs, -1)[:, : block_tokens.shape[1]]
+
+    def _settle(
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, target_tokens: torch.Tensor
+    ) -> tuple[Acceptance, torch.Tensor]:
+        bs, trees, max_len = batch.batch_size, batch.spec_info.trees, self.block_size
+        tokens, slots = (rows.view(bs, -1) for rows in (trees.tokens, trees.out_cache_loc))
+        target_tokens = target_tokens.view(bs, -1)
+        accepted, paths = ops.accept_paths(tokens, trees.parents, target_tokens, batch.seq_lens, max_len)
+        if self._simulated is not None:
+            accepted = self._simulated(accepted, tokens[:, :max_len], batch.seq_lens)
+            paths.copy_(torch.arange(max_len, device=paths.device))
+        self._attention.move_kv(slots, paths, accepted.accept_lens)
+        rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
+        return accepted, output.hidden_states[rows.view(-1)]
+
+    def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
+        return block.out_cache_loc

@@ -1,0 +1,73 @@
+"""The largest logits over a vocabulary of which each tensor-parallel rank has a part of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_dflash import ops
+from sglang_dflash.verify.vocab_argmax import vocab_parts
+
+# Largest values [rows, k] float32, descending; their tokens, [rows, k] int64; and the logarithm of the sum of the
+# exponentials of all values, [rows] float32.
+Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class VocabTop:
+    """Each rank reduces its own shard, and ranks exchange what they have found in one all-gather. All of them hold the
+    same numbers afterwards, bit for bit, and so is what each computes of them."""
+
+    def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, k: int) -> None:
+        """
+        Args:
+            lm_head: whose output the logits are.
+            tp_group: the ranks among which it is sharded.
+            k: how many to find; the vocabulary has as many.
+        """
+        self._k, self._tp_group = k, tp_group
+        self._parts = vocab_parts(lm_head)
+
+    def __call__(self, logits: torch.Tensor) -> Top:
+        """Of logits [rows, columns of the shard], float32, bfloat16 or float16: the same on every rank."""
+        mine = self._merge([self._of_part(logits, *part) for part in self._parts] or [_nothing(logits)])
+        if self._tp_group.world_size == 1:
+            return mine
+        return self._merge([_unpack(rank) for rank in self._tp_group.all_gather(_pack(*mine)[None], dim=0)])
+
+    def _of_part(self, logits: torch.Tensor, first_column: int, num_columns: int, first_token: int) -> Top:
+        columns = logits[:, first_column : first_column + num_columns]
+        values, places, log_sums = ops.top_columns(columns, min(self._k, num_columns))
+        return values, places + first_token if first_token else places, log_sums
+
+    def _merge(self, tops: Sequence[Top]) -> Top:
+        if len(tops) == 1 and tops[0][0].shape[1] == self._k:
+            return tops[0]
+        values, tokens = (torch.cat(parts, dim=1) for parts in zip(*((v, t) for v, t, _ in tops), strict=True))
+        log_sums = torch.stack([log_sum for _, _, log_sum in tops]).logsumexp(dim=0)
+        missing = max(0, self._k - values.shape[1])
+        # Of a rank whose shard is smaller.
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+        tokens = torch.nn.functional.pad(tokens, (0, missing))
+        best, places, _ = ops.top_columns(values, self._k)
+        return best, tokens.gather(1, places), log_sums
+
+
+def _nothing(logits: torch.Tensor) -> Top:
+    """Of a rank that a small vocabulary does not reach."""
+    rows = logits.shape[0]
+    values = torch.empty((rows, 0), device=logits.device)
+    return values, values.to(torch.int64), torch.full((rows,), -torch.inf, device=logits.device)
+
+
+def _pack(values: torch.Tensor, tokens: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """[rows, 2 k + 1] int64: `GroupCoordinator` gathers that on NCCL and on gloo, in CUDA graphs too."""
+    return torch.cat((values.view(torch.int32), tokens, log_sums.view(torch.int32)[:, None]), dim=1)
+
+
+def _unpack(packed: torch.Tensor) -> Top:
+    k = packed.shape[1] // 2
+    values, tokens, log_sums = packed.split((k, k, 1), dim=1)
+    return values.to(torch.int32).view(torch.float32), tokens, log_sums[:, 0].to(torch.int32).view(torch.float32)
