@@ -13,10 +13,11 @@ class Settings:
             so large that a GPU takes about as long for them as the host does to launch it.
         sampler_copies: how many times as much the sampler holds at its most, of requests without seeds.
         seeded_sampler_copies: the same with seeds, for which it sorts, and computes in float64.
-        busy: blocks of fewer tokens are for batches whose cycles take so many times as long as the shortest; smaller
-            batches wait for weights, however many tokens there are.
+        busy: where a cycle of all rows takes so many times as long as one of few, there are graphs for the numbers
+            between; elsewhere a GPU waits for weights, however many rows there are.
         timed_replays: of each graph when the server starts; the fastest counts.
         explore_every: cycles between two with whole blocks, to see what the tokens behind the chosen width have become.
+        newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         timed_every: cycles between two whose stages are timed, with `--enable-metrics`.
         context_tokens: that are appended to the drafter's context at a time: bounds the memory of a long prompt.
@@ -30,6 +31,7 @@ class Settings:
     busy: float = 1.05
     timed_replays: int = 3
     explore_every: int = 64
+    newest: float = 0.2
     decay: float = 0.99
     timed_every: int = 8
     context_tokens: int = 4096

@@ -85,6 +85,11 @@ class Block:
             input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, seed, is_plain, is_chain
         )
 
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and slots."""
+        return self.input_ids, self.positions, self.out_cache_loc
+
     def take(self, bs: int, block_size: int) -> Block:
         """Views of the first `bs` requests."""
         rows = slice(bs * block_size)

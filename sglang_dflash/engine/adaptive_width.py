@@ -1,26 +1,110 @@
-"""`--speculative-adaptive`: how many tokens of a block are drafted and verified, chosen anew for every cycle.
+"""`--speculative-adaptive`: how many rows of a request the target verifies, chosen anew for every cycle.
 
 A drafter proposes all tokens of a block at once, and few of the last ones are ever accepted. They cost nothing while
-the GPU waits for weights anyway; once a batch is large enough to keep it computing, each token costs its share. A
-drafter drafts the first tokens of a block as well without the last ones (scripts/results/cycle_notes.md), so they are
-left out of its forward too.
+the GPU waits for weights anyway; once a batch is large enough to keep it computing, each token costs its share, and in
+a mixture of experts each reads weights of its own. A drafter drafts the first tokens of a block as well without the
+last ones (scripts/results/cycle_notes.md), so they are left out of its forward too. One row is plain decoding, without
+the drafter's forward.
 
-Shapes: a block has B tokens, and the cycle's blocks its first W: the bonus token and W - 1 drafts.
+Shapes: the target verifies W rows of each request: the bonus token and W - 1 drafts, in a chain or in a tree, of which
+smaller ones are the beginnings.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import Protocol
 
 from sglang_dflash.settings import SETTINGS
 
 
-def verify_widths(block_size: int) -> tuple[int, ...]:
-    """What is chosen from: quarters of a block, as each takes CUDA graphs of its own."""
-    return tuple(sorted({max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
+def chain_widths(block_size: int) -> tuple[int, ...]:
+    """What is chosen from: one row, and quarters of a block, as each takes CUDA graphs of its own."""
+    return tuple(sorted({1} | {max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
+
+
+def tree_widths(num_nodes: int) -> tuple[int, ...]:
+    """What is chosen from: one row, and trees of half as many nodes as the next."""
+    widths = [num_nodes]
+    while widths[-1] >= 8:
+        widths.append(widths[-1] // 2)
+    return (1, *reversed(widths))
+
+
+class Gains(Protocol):
+    """What every row has been worth so far."""
+
+    def learn(self, width: int, result: Sequence[int]) -> None:
+        """The oldest cycle whose result had not been seen had `width` rows, and this result."""
+
+    def expected_tokens(self) -> list[float]:
+        """Committed tokens per request of a cycle with 1, 2, ... rows."""
+
+
+class ChainGains:
+    """Of the drafts of a block, each of which is accepted behind accepted ones only."""
+
+    def __init__(self, block_size: int) -> None:
+        # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. Whole blocks
+        # are taken to be worth it until they are known not to be.
+        self._tried, self._accepted = ([1.0] * (block_size - 1) for _ in range(2))
+
+    def learn(self, width: int, result: Sequence[int]) -> None:
+        """`result`: accepted drafts of each request."""
+        counts = Counter(result)
+        # Blocks with at least 0, 1, ... accepted drafts.
+        reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
+        for j, (tried, accepted) in enumerate(pairwise(reached)):
+            self._tried[j] = SETTINGS.decay * self._tried[j] + tried
+            self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
+
+    def expected_tokens(self) -> list[float]:
+        rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+        return list(accumulate(accumulate((1.0, *rates), mul)))
+
+
+class TreeGains:
+    """Of the nodes of a tree, in the order in which they are taken: the tree of W nodes is the first W of any larger
+    one, so a node's own rate of acceptance is what it adds to a tree that ends with it."""
+
+    def __init__(self, num_nodes: int) -> None:
+        # As in `ChainGains`, by node; the root is always accepted.
+        self._tried, self._accepted = ([1.0] * num_nodes for _ in range(2))
+
+    def learn(self, width: int, result: Sequence[int]) -> None:
+        """`result`: for each node the number of requests that accepted it; of the root, all that have a tree."""
+        for j in range(width):
+            self._tried[j] = SETTINGS.decay * self._tried[j] + result[0]
+            self._accepted[j] = SETTINGS.decay * self._accepted[j] + result[j]
+
+    def expected_tokens(self) -> list[float]:
+        return list(accumulate(accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)))
+
+
+class MeasuredCost:
+    """What cycles have taken that are run without a graph, by batch size and rows: on a CPU, which is busy with nothing
+    else meanwhile."""
+
+    def __init__(self) -> None:
+        self._has_begun: set[tuple[int, int]] = set()
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def __call__(self, bs: int, width: int) -> float:
+        """Seconds; none where it is to be found out."""
+        return self._seconds.get((bs, width), 0.0)
+
+    def add(self, bs: int, width: int, seconds: float) -> None:
+        """Of one cycle; they are averaged, the last ones most. The first of a kind does not count: it may have to make
+        what the others need."""
+        kind = bs, width
+        if kind in self._has_begun:
+            known = self._seconds.get(kind, seconds)
+            self._seconds[kind] = known + SETTINGS.newest * (seconds - known)
+        self._has_begun.add(kind)
 
 
 class VerifyWidth:
@@ -29,16 +113,15 @@ class VerifyWidth:
     Every tensor-parallel rank sees the same results at the same cycles, and so chooses the same.
     """
 
-    def __init__(self, widths: Sequence[int], cost: Callable[[int, int], float]) -> None:
+    def __init__(self, widths: Sequence[int], cost: Callable[[int, int], float], gains: Gains) -> None:
         """
         Args:
-            widths: to choose from, ascending; the last is a whole block, B.
-            cost: what a cycle of bs requests with W tokens each takes, in any unit: `cost(bs, W)`. Equal on every rank.
+            widths: to choose from, ascending; the last is all rows.
+            cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out.
+                Equal on every rank.
+            gains: of all rows.
         """
-        self._widths, self._cost = tuple(widths), cost
-        # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. Whole blocks
-        # are taken to be worth it until they are known not to be.
-        self._tried, self._accepted = ([1.0] * (widths[-1] - 1) for _ in range(2))
+        self._widths, self._cost, self._gains = tuple(widths), cost, gains
         self._cycle = 0
         # Of the cycles whose results have not been seen, in order.
         self._pending: deque[int] = deque()
@@ -47,30 +130,23 @@ class VerifyWidth:
         """The width of the next cycle, of bs requests; `more` is what it costs besides, whatever the width."""
         best = self._widths[-1]
         if len(self._widths) > 1 and self._cycle % SETTINGS.explore_every:
-            tokens = self.expected_tokens()
-            best = max(self._widths, key=lambda width: tokens[width - 1] / (self._cost(bs, width) + more))
+            tokens = self._gains.expected_tokens()
+            costs = {width: self._cost(bs, width) for width in self._widths}
+            best = max(
+                self._widths,
+                key=lambda width: tokens[width - 1] / (costs[width] + more) if costs[width] else math.inf,
+            )
         self._cycle += 1
         self._pending.append(best)
         return best
 
-    def complete(self, num_correct_drafts: Sequence[int]) -> int:
-        """Learn from the oldest cycle whose result had not been seen: accepted drafts of each request.
+    def complete(self, result: Sequence[int]) -> int:
+        """Learn from the oldest cycle whose result had not been seen, as `Gains.learn` wants it.
 
         Returns:
             Its width.
         """
         width = self._pending.popleft()
-        if len(self._widths) == 1:
-            return width
-        counts = Counter(num_correct_drafts)
-        # Blocks with at least 0, 1, ... accepted drafts.
-        reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
-        for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._tried[j] = SETTINGS.decay * self._tried[j] + tried
-            self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
+        if len(self._widths) > 1:
+            self._gains.learn(width, result)
         return width
-
-    def expected_tokens(self) -> list[float]:
-        """[B], committed tokens per request of a cycle with blocks of 1, 2, ..., B."""
-        rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
-        return list(accumulate(accumulate((1.0, *rates), mul)))

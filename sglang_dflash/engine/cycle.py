@@ -53,24 +53,47 @@ class Forwards(Protocol):
 
 
 @dataclass(frozen=True)
+class Settled:
+    """What the target's tokens have decided.
+
+    Attributes:
+        accepted: of each request.
+        hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
+        node_counts: [N] int64, how many requests accepted each node of their tree, of those that have one; None where
+            nobody asks.
+    """
+
+    accepted: Acceptance
+    hidden_states: torch.Tensor
+    node_counts: torch.Tensor | None = None
+
+    def take(self, bs: int) -> Settled:
+        """Of the first `bs` requests; the decision is a copy that the next replay of the graph cannot overwrite."""
+        width = self.accepted.out_tokens.shape[1]
+        return Settled(self.accepted.take(bs), self.hidden_states[: bs * width], self.node_counts)
+
+
+@dataclass(frozen=True)
 class Step:
     """What one cycle has done.
 
     Attributes:
         batch: of the target. The first W rows of a request are its block, if it is not verified as a tree.
         output: of the target: logits, a row for each of the batch, of V numbers or a shard of them.
-        hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
-        accepted: the decision; the drafter's context has these tokens.
+        settled: what was decided; the drafter's context has the accepted tokens.
         drafts: the blocks on their way to the CPU, where the batch has grammars.
         is_replay: whether it was the replay of a CUDA graph.
     """
 
     batch: ForwardBatch
     output: LogitsProcessorOutput
-    hidden_states: torch.Tensor
-    accepted: Acceptance
+    settled: Settled
     drafts: GrammarTree | None
     is_replay: bool = False
+
+    @property
+    def accepted(self) -> Acceptance:
+        return self.settled.accepted
 
     @property
     def block_tokens(self) -> torch.Tensor:
@@ -158,15 +181,15 @@ class DecodeCycle:
         self.clock.mark(DRAFTED)
         with self.logits.in_shards(in_shards):
             output = forwards.verify(batch)
-        accepted, hidden_states = self._settle(batch, output, self._choose(output, block, in_shards))
+        settled = self._settle(batch, block, output, self._choose(output, block, in_shards))
         if self._states is not None:
-            self._states.commit(batch.req_pool_indices, batch.seq_lens, accepted.accept_lens, block.is_plain)
+            self._states.commit(batch.req_pool_indices, batch.seq_lens, settled.accepted.accept_lens, block.is_plain)
         self.clock.mark(VERIFIED)
-        features, _ = self.split_hidden_states(hidden_states)
+        features, _ = self.split_hidden_states(settled.hidden_states)
         # Rejected tokens never enter the drafter's context.
-        self._context.write(features, block.positions, self._slots(batch, block), accepted.accept_lens)
+        self._context.write(features, block.positions, self._slots(batch, block), settled.accepted.accept_lens)
         self.clock.mark(APPENDED)
-        return Step(batch, output, hidden_states, accepted, drafts)
+        return Step(batch, output, settled, drafts)
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         """The drafter's batch of blocks; its `seq_lens` are still the target's.
@@ -186,12 +209,14 @@ class DecodeCycle:
         )
 
     def _draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
-        """Draft what the target is to verify: one drafter forward.
+        """Draft what the target is to verify: one drafter forward, or none if that is one row.
 
         Returns:
             [bs, W] int64, the bonus token and the draft tokens, in the memory of `batch.input_ids`.
         """
         block_tokens = block.input_ids.view(batch.batch_size, -1)
+        if block_tokens.shape[1] == 1:
+            return block_tokens
         return block_tokens.copy_(self._head(block_tokens, self._forward_draft(batch, block, forwards)))
 
     def _forward_draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
@@ -226,18 +251,11 @@ class DecodeCycle:
         return tokens
 
     def _settle(
-        self, batch: ForwardBatch, output: LogitsProcessorOutput, target_tokens: torch.Tensor
-    ) -> tuple[Acceptance, torch.Tensor]:
-        """Accept what the target's tokens agree with.
-
-        Args:
-            target_tokens: int64, after every row of the batch.
-
-        Returns:
-            The decision, and `Step.hidden_states`.
-        """
+        self, batch: ForwardBatch, block: Block, output: LogitsProcessorOutput, target_tokens: torch.Tensor
+    ) -> Settled:
+        """Accept what the target's tokens agree with; `target_tokens`: int64, after every row of the batch."""
         block_tokens = batch.input_ids.view(batch.batch_size, -1)
-        return self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states
+        return Settled(self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states)
 
     def _accept(self, block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
         """Accept a prefix of each block.
@@ -272,7 +290,7 @@ class DecodeCycle:
         def take(values: torch.Tensor) -> torch.Tensor:
             return step.of_blocks(values)[index].flatten(0, 1)
 
-        features, _ = self.split_hidden_states(step.hidden_states)
+        features, _ = self.split_hidden_states(step.settled.hidden_states)
         slots = self._write_ids(step.batch.kv_loc_plan)
         self._context.write(take(features), take(step.batch.positions), take(slots), step.accepted.accept_lens[index])
 

@@ -29,11 +29,10 @@ from sglang.srt.utils.common import log_info_on_rank0
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
 from sglang_dflash.attention.trees import TreeAttentionBackend
-from sglang_dflash.engine.cycle import DecodeCycle, Step
+from sglang_dflash.engine.cycle import DecodeCycle, Settled, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import Block
-from sglang_dflash.verify.acceptance import Acceptance
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +49,14 @@ class _Graph:
         batch: of its static buffers.
         drafts: [P, W] int64, pinned: the blocks, on the CPU before the target has verified them.
         has_drafted: recorded inside the graph, when they are.
-        hidden_states: `Step.hidden_states`.
-        accepted: by the target's plain tokens.
+        settled: by the target's plain tokens.
         layouts: of the attention backends, which may own memory that the graph reads.
     """
 
     batch: ForwardBatch
     drafts: torch.Tensor
     has_drafted: torch.cuda.Event
-    hidden_states: torch.Tensor
-    accepted: Acceptance
+    settled: Settled
     layouts: tuple
 
 
@@ -85,7 +82,7 @@ class _Recorded:
     """The :class:`sglang_dflash.engine.cycle.Forwards` of a cycle that is being recorded.
 
     Attributes:
-        draft_backend, draft_plan: for blocks of W tokens.
+        draft_backend, draft_plan: for blocks of W tokens; there is no plan for one token.
         target_plan: for what is verified.
         forward: the target's, as SGLang captures it.
         drafts: [P, W] int64, pinned, takes the blocks.
@@ -93,7 +90,7 @@ class _Recorded:
     """
 
     draft_backend: AttentionBackend
-    draft_plan: BlockPlan
+    draft_plan: BlockPlan | None
     target_plan: BlockPlan
     forward: Callable[[ForwardBatch], LogitsProcessorOutput]
     drafts: torch.Tensor
@@ -154,11 +151,14 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         target_backend = attn_backend or model_runner.attn_backend
         self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
         self._target_plan = block_plan(target_backend, width)
-        self._draft_plan = block_plan(self.draft_backend, self._block_width)
         bound_index_buffer(target_backend, whole and whole.attn_backend)
-        bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
-        # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
-        assert not self._draft_plan.needs_host_lens
+        self._draft_plan = None
+        # One row has no drafts.
+        if self._block_width > 1:
+            self._draft_plan = block_plan(self.draft_backend, self._block_width)
+            bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
+            # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
+            assert not self._draft_plan.needs_host_lens
         # By batch size P: see `_Graph.drafts`.
         self._drafts: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
@@ -193,11 +193,16 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // cycle.num_rows
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
-        """Capture the same cycles, of batches from `min_bs` on, with blocks of `width` tokens."""
-        with override_num_draft_tokens(width):
-            runners = (self.model_runner, self._cycle.draft_runner)
-            backends = (runner._get_attention_backend() for runner in runners)
-            return type(self)(self.model_runner, self._cycle, width, *backends, min_bs, whole=self)
+        """Capture the same cycles, of batches from `min_bs` on, with `width` rows of a request."""
+        cycle, attn_backend, draft_backend = self._cycle, self.attn_backend, self.draft_backend
+        if cycle.num_candidates == 1:
+            with override_num_draft_tokens(width):
+                attn_backend = self.model_runner._get_attention_backend()
+        block_width = min(width, cycle.block_size)
+        if block_width > 1:
+            with override_num_draft_tokens(block_width):
+                draft_backend = cycle.draft_runner._get_attention_backend()
+        return type(self)(self.model_runner, cycle, width, attn_backend, draft_backend, min_bs, whole=self)
 
     @contextmanager
     def serving(self, in_shards: bool) -> Iterator[None]:
@@ -226,8 +231,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             rows = [torch.zeros_like(tensor[:num_tokens]) for tensor in rows]
         # Greedy while graphs are captured.
         self._block = Block.of(*rows, buffers.req_pool_indices[: self.max_bs], buffers.seq_lens[: self.max_bs])
-        # SGLang has given its own backend its buffers by now.
-        self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
+        if self._draft_plan is not None:
+            # SGLang has given its own backend its buffers by now.
+            self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -244,7 +250,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
         block = self._block.take(batch.batch_size, self._block_width)
-        self._draft_plan.capture(self._cycle.draft_batch(batch, block))
+        if self._draft_plan is not None:
+            self._draft_plan.capture(self._cycle.draft_batch(batch, block))
         if batch.batch_size not in self._drafts:
             # Pinned memory cannot be allocated during a capture.
             shape = (batch.batch_size, self._block_width)
@@ -287,13 +294,11 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             has_drafted=torch.cuda.Event(external=True),
         )
         step = self._cycle.run(batch, self._block.take(bs, self._block_width), in_shards, recorded)
-        backends = [*parts(self.attn_backend), self.draft_backend]
+        backends = [*parts(self.attn_backend), *([] if self._draft_plan is None else [self.draft_backend])]
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._graphs[bs, in_shards] = _Graph(
-            batch, recorded.drafts, recorded.has_drafted, step.hidden_states, step.accepted, layouts
-        )
+        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, step.settled, layouts)
         return step.output
 
     # --- replay -----------------------------------------------------------------------------------------------------
@@ -365,30 +370,39 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         drafts = None
         if has_grammar:
             drafts = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)
-        hidden_states = graph.hidden_states[: bs * self._block_width]
-        return Step(batch, output, hidden_states, graph.accepted.take(bs), drafts, is_replay=True)
+        return Step(batch, output, graph.settled.take(bs), drafts, is_replay=True)
 
 
 class CycleGraphs:
     """The runners of every width.
 
     Attributes:
-        widths: ascending; the last is a whole block.
+        widths: ascending; the last is that of all rows.
     """
 
     def __init__(self, whole: CycleGraphRunner, narrow_widths: tuple[int, ...]) -> None:
-        """Capture the other widths beside `whole`, for batches that keep a GPU computing, and time them all."""
+        """Capture the other widths beside `whole`, and time them all.
+
+        Args:
+            narrow_widths: ascending; the first is of plain decoding. Of the others, the narrowest is captured for all
+                batches, and those between it and `whole` for batches whose cycles they may make shorter.
+        """
         self._whole, self._runners = whole, {whole.width: whole}
         self._seconds: dict[tuple[int, int], float] = {}
         if narrow_widths:
+            few, between = narrow_widths[:2], narrow_widths[2:]
+            self._runners |= {width: whole.narrower(width, min_bs=1) for width in few}
             self._seconds = self._time()
-            bound = SETTINGS.busy * self.least_seconds
-            sizes = [bs for bs in whole.capture_bs if self._seconds[bs, whole.width] > bound]
-            if sizes:
-                self._runners |= {width: whole.narrower(width, min_bs=sizes[0]) for width in narrow_widths}
+            slow = [
+                bs
+                for bs in whole.capture_bs
+                if self._seconds[bs, whole.width] > SETTINGS.busy * self._seconds[bs, few[-1]]
+            ]
+            if slow and between:
+                self._runners |= {width: whole.narrower(width, min_bs=slow[0]) for width in between}
                 self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
-            log_info_on_rank0(logger, f"A cycle's ms by batch size and tokens of a block: {ms}")
+            log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
         self.widths = tuple(sorted(self._runners))
 
     @property
@@ -400,7 +414,7 @@ class CycleGraphs:
         return self._runners[width]
 
     def cost(self, bs: int, width: int) -> float:
-        """What a cycle takes, in seconds. Where there is no graph, blocks are whole."""
+        """What a cycle takes, in seconds. Where there is no graph, all rows are verified."""
         runner = self._runners[width]
         if not runner.has(bs):
             return 1.0 if runner is self._whole else math.inf

@@ -16,26 +16,29 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import TreeAttentionBackend
-from sglang_dflash.engine.cycle import DecodeCycle, Forwards
+from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.types import Block, Trees
-from sglang_dflash.verify.acceptance import Acceptance
 
 
 class TreeCycle(DecodeCycle):
-    """Of each request, `batch` has N rows, and `block` the W of the drafter's forward."""
+    """Of each request, `batch` has N rows, and `block` the W of the drafter's forward: as many as a path can have nodes,
+    and not more than N."""
 
-    def __init__(self, *args, num_nodes: int, num_candidates: int, attention: TreeAttentionBackend) -> None:
+    def __init__(
+        self, *args, num_nodes: int, num_candidates: int, counts_nodes: bool, attention: TreeAttentionBackend
+    ) -> None:
         """
         Args:
-            num_nodes: N.
+            num_nodes: N, at most.
             num_candidates: of a row of the drafter, that may be in a tree.
+            counts_nodes: whether somebody asks for `Settled.node_counts`.
             attention: of the target's forwards.
             args: as those of `DecodeCycle`.
         """
         self.num_candidates = num_candidates
         super().__init__(*args)
-        self.num_rows, self._attention = num_nodes, attention
+        self.num_rows, self._counts_nodes, self._attention = num_nodes, counts_nodes, attention
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         width = block.input_ids.shape[0] // batch.batch_size
@@ -57,10 +60,18 @@ class TreeCycle(DecodeCycle):
 
     def _draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
         bs = batch.batch_size
-        candidates = self._head.candidates(self._forward_draft(batch, block, forwards), bs)
-        parents, ancestors = torch.empty((2, bs, self.num_rows), dtype=torch.int64, device=batch.seq_lens.device)
+        parents, ancestors = batch.input_ids.new_empty((2, *batch.input_ids.view(bs, -1).shape))
         trees = Trees(batch.input_ids, batch.positions, batch.out_cache_loc, parents, ancestors)
+        batch.spec_info.trees = trees
         block_tokens = block.input_ids.view(bs, -1)
+        if block_tokens.shape[1] == 1:
+            # A root alone.
+            for mine, given in zip((trees.tokens, trees.positions, trees.out_cache_loc), block.rows, strict=True):
+                mine.copy_(given)
+            trees.parents.fill_(-1)
+            trees.ancestors.fill_(1)
+            return block_tokens
+        candidates = self._head.candidates(self._forward_draft(batch, block, forwards), bs)
         ops.grow_trees(
             block_tokens[:, 0],
             *candidates,
@@ -74,13 +85,13 @@ class TreeCycle(DecodeCycle):
             # So far all nodes are where the root is.
             depths = batch.positions.view(bs, -1) - batch.seq_lens[:, None]
             batch.mrope_positions += depths.view(-1)
-        batch.spec_info.trees = trees
         return trees.tokens.view(bs, -1)[:, : block_tokens.shape[1]]
 
     def _settle(
-        self, batch: ForwardBatch, output: LogitsProcessorOutput, target_tokens: torch.Tensor
-    ) -> tuple[Acceptance, torch.Tensor]:
-        bs, trees, max_len = batch.batch_size, batch.spec_info.trees, self.block_size
+        self, batch: ForwardBatch, block: Block, output: LogitsProcessorOutput, target_tokens: torch.Tensor
+    ) -> Settled:
+        bs, trees = batch.batch_size, batch.spec_info.trees
+        max_len = block.input_ids.shape[0] // bs
         tokens, slots = (rows.view(bs, -1) for rows in (trees.tokens, trees.out_cache_loc))
         target_tokens = target_tokens.view(bs, -1)
         accepted, paths = ops.accept_paths(tokens, trees.parents, target_tokens, batch.seq_lens, max_len)
@@ -89,7 +100,14 @@ class TreeCycle(DecodeCycle):
             paths.copy_(torch.arange(max_len, device=paths.device))
         self._attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
-        return accepted, output.hidden_states[rows.view(-1)]
+        node_counts = None
+        if self._counts_nodes:
+            # Row 0 of `req_to_token` is that of padding.
+            has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
+            is_accepted = torch.arange(max_len, device=paths.device) < accepted.accept_lens[:, None]
+            node_counts = torch.zeros_like(slots[0])
+            node_counts.index_add_(0, paths.view(-1), (is_accepted & has_tree[:, None]).view(-1).to(torch.int64))
+        return Settled(accepted, output.hidden_states[rows.view(-1)], node_counts)
 
     def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         return block.out_cache_loc

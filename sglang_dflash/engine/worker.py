@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from operator import mul
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -39,7 +40,14 @@ from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
-from sglang_dflash.engine.adaptive_width import VerifyWidth, verify_widths
+from sglang_dflash.engine.adaptive_width import (
+    ChainGains,
+    MeasuredCost,
+    TreeGains,
+    VerifyWidth,
+    chain_widths,
+    tree_widths,
+)
 from sglang_dflash.engine.cycle import DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
@@ -153,8 +161,12 @@ class DFlashWorker(BaseSpecWorker):
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
         assert graphs is None or width == cycle.num_rows
         eager = _Eager(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
+        started = time.perf_counter()
         with nullcontext() if self._tree_attention is None else self._tree_attention.serving():
-            return cycle.run(forward_batch, block, in_shards, eager)
+            step = cycle.run(forward_batch, block, in_shards, eager)
+        if self._measured is not None:
+            self._measured.add(bs, width, self._of_first_rank(time.perf_counter() - started))
+        return step
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
@@ -191,8 +203,11 @@ class DFlashWorker(BaseSpecWorker):
         failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
+        counts = step.settled.node_counts
+        # The scheduler will have waited for what is launched behind this.
+        self._node_counts.append(None if counts is None else counts.to("cpu", non_blocking=True, copy=True))
         # The next replay overwrites them before the scheduler has read them.
-        _, hidden_states = self._cycle.split_hidden_states(step.hidden_states)
+        _, hidden_states = self._cycle.split_hidden_states(step.settled.hidden_states)
         output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
         return GenerationBatchResult(
             logits_output=output,
@@ -369,6 +384,7 @@ class DFlashWorker(BaseSpecWorker):
             *arguments,
             num_nodes=get_spec().speculative_num_draft_tokens,
             num_candidates=self._num_candidates,
+            counts_nodes=get_spec().speculative_adaptive,
             attention=self._tree_attention,
         )
 
@@ -388,22 +404,33 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive and whole is None and self.device != "cpu":
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
-        widths = verify_widths(self.block_size) if is_adaptive else (self._cycle.num_rows,)
-        self._seconds_per_kv_token = 0.0
+        num_rows, has_trees = self._cycle.num_rows, self._tree_attention is not None
+        widths, gains = (num_rows,), TreeGains(num_rows) if has_trees else ChainGains(num_rows)
+        if is_adaptive:
+            widths = tree_widths(num_rows) if has_trees else chain_widths(num_rows)
+        # Of the cycles that the scheduler has not seen the end of, in order.
+        self._node_counts: deque[torch.Tensor | None] = deque()
+        self._seconds_per_kv_token, self._graphs = 0.0, None
+        cost = MeasuredCost()
+        self._measured = cost if is_adaptive and whole is None else None
         if whole is None:
-            # A CPU computes all the time, so a cycle takes as long as it has tokens.
-            self._graphs, self._width = None, VerifyWidth(widths, mul)
+            self._width = VerifyWidth(widths, cost, gains)
             return
         self._graphs = CycleGraphs(whole, widths[:-1])
-        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost)
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains)
         if len(self._graphs.widths) > 1:
             # Cycles were timed without contexts, whose keys and values are read as fast as weights.
             runners = (self.target_worker.model_runner, self.draft_model_runner)
             weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
             seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
-            # Ranks have parts of different sizes, and all of them choose the same width.
-            self._seconds_per_kv_token = get_parallel().tp_group.broadcast_object(seconds, src=0)
+            # Ranks have parts of different sizes.
+            self._seconds_per_kv_token = self._of_first_rank(seconds)
+
+    @staticmethod
+    def _of_first_rank(seconds: float) -> float:
+        """What all tensor-parallel ranks choose the same width by."""
+        return get_parallel().tp_group.broadcast_object(seconds, src=0)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -428,7 +455,9 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
-        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(num_correct_drafts_per_req))
+        node_counts = self._node_counts.popleft()
+        result = num_correct_drafts_per_req if node_counts is None else node_counts.tolist()
+        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(result))
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape."""

@@ -283,20 +283,12 @@ def check_adaptive(server_args: ServerArgs) -> None:
 
 
 def check_trees(server_args: ServerArgs) -> None:
-    """What does not go with `--speculative-eagle-topk`."""
-    cfg = resolving_view(server_args)
-    others = {
-        "--speculative-adaptive": (cfg.speculative_adaptive, "it chooses how long chains are"),
-        "--enable-deterministic-inference": (
-            cfg.enable_deterministic_inference,
-            "how sums over a tree's context round depends on the batch",
-        ),
-    }
-    for flag, (is_set, reason) in others.items():
-        if has_trees(server_args) and is_set:
-            raise ConfigError(
-                f"{flag} with --speculative-eagle-topk {server_args.speculative_eagle_topk} is not supported: {reason}."
-            )
+    """How the sums over a tree's context round depends on how many requests share the GPU."""
+    if has_trees(server_args) and resolving_view(server_args).enable_deterministic_inference:
+        raise ConfigError(
+            f"--enable-deterministic-inference with --speculative-eagle-topk {server_args.speculative_eagle_topk} is "
+            "not supported: a tree's results depend on the other requests of its batch; leave one of them out."
+        )
 
 
 def check_deterministic(server_args: ServerArgs) -> None:

@@ -1,79 +1,143 @@
-"""How many rows of a block are verified: the choice of most tokens per time."""
+"""How many rows of a request are verified: the choice of most tokens per time."""
 
 import math
 import random
+from functools import partial
 
 import pytest
 
-from sglang_dflash.engine.adaptive_width import VerifyWidth, verify_widths
+from sglang_dflash.engine.adaptive_width import (
+    ChainGains,
+    MeasuredCost,
+    TreeGains,
+    VerifyWidth,
+    chain_widths,
+    tree_widths,
+)
 
-WIDTHS = (4, 8, 12, 16)
+WIDTHS = (1, 4, 8, 12, 16)
 
 
-def run(width: VerifyWidth, acceptance: float, cycles: int, bs: int = 8) -> list[int]:
-    """Serve cycles whose drafts are accepted with a probability each, two in flight as in overlap scheduling; the
-    widths that were chosen."""
+def chain_result(draw: random.Random, rows: int, bs: int, acceptance: float) -> list[int]:
+    return [next((n for n in range(rows - 1) if draw.random() > acceptance), rows - 1) for _ in range(bs)]
+
+
+def tree_result(draw: random.Random, rows: int, bs: int, rates: list[float]) -> list[int]:
+    return [sum(draw.random() < rates[j] for _ in range(bs)) for j in range(rows)]
+
+
+def run(width: VerifyWidth, result, cycles: int, bs: int = 8) -> list[int]:
+    """Serve cycles with `result(draw, rows, bs)`, two in flight as in overlap scheduling; the widths that were
+    chosen."""
     draw = random.Random(0)
     chosen = [width.choose(bs)]
     for _ in range(cycles - 1):
         chosen.append(width.choose(bs))
-        rows = chosen[-2]
-        correct = [next((n for n in range(rows - 1) if draw.random() > acceptance), rows - 1) for _ in range(bs)]
-        assert width.complete(correct) == rows
+        assert width.complete(result(draw, chosen[-2], bs)) == chosen[-2]
     return chosen
 
 
+def run_chains(width: VerifyWidth, acceptance: float, cycles: int) -> list[int]:
+    return run(width, partial(chain_result, acceptance=acceptance), cycles)
+
+
+def chains(cost, widths=WIDTHS) -> VerifyWidth:
+    return VerifyWidth(widths, cost, ChainGains(widths[-1]))
+
+
 def test_widths():
-    assert verify_widths(16) == WIDTHS
-    assert verify_widths(10) == (3, 5, 8, 10)
-    assert verify_widths(2) == (2,)
+    assert chain_widths(16) == WIDTHS
+    assert chain_widths(10) == (1, 3, 5, 8, 10)
+    assert chain_widths(2) == (1, 2)
+    assert tree_widths(64) == (1, 4, 8, 16, 32, 64)
+    assert tree_widths(20) == (1, 5, 10, 20)
+    assert tree_widths(4) == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("acceptance", "fixed_cost", "best"),
     # Tokens per cycle: (1 - a^W) / (1 - a).
-    [(0.3, 1, 4), (0.8, 1, 4), (0.8, 20, 8), (0.85, 20, 12), (0.95, 100, 16), (0.0, 1000, 4)],
+    [(0.3, 1, 1), (0.8, 2, 4), (0.8, 20, 8), (0.85, 20, 12), (0.95, 100, 16), (0.0, 1000, 1)],
 )
 def test_most_tokens_per_time(acceptance, fixed_cost, best):
-    width = VerifyWidth(WIDTHS, lambda bs, rows: fixed_cost + rows)
     per_time = {w: (1 - acceptance**w) / (1 - acceptance) / (fixed_cost + w) for w in WIDTHS}
     assert max(per_time, key=per_time.get) == best
 
-    chosen = run(width, acceptance, 1000)[500:]
+    chosen = run_chains(chains(lambda bs, rows: fixed_cost + rows), acceptance, 1000)[500:]
 
-    # Whole blocks are verified now and then, to learn what the last rows would give.
+    # All rows are verified now and then, to learn what the last ones would give.
     assert sum(w == best for w in chosen) > 0.9 * len(chosen)
     assert chosen.count(16) >= len(chosen) // 100
 
 
+def test_most_tokens_per_time_of_trees():
+    """A node is worth its own rate of acceptance, whatever became of the nodes before it."""
+    rates = [1.0, 0.6, 0.3, 0.3, 0.25, 0.2, 0.2, 0.2] + 8 * [0.19] + 16 * [0.01]
+    per_time = {w: sum(rates[:w]) / (12 + w) for w in tree_widths(32)}
+    assert max(per_time, key=per_time.get) == 16
+
+    width = VerifyWidth(tree_widths(32), lambda bs, rows: 12 + rows, TreeGains(32))
+    chosen = run(width, partial(tree_result, rates=rates), 1000)[500:]
+
+    assert sum(w == 16 for w in chosen) > 0.9 * len(chosen)
+    assert chosen.count(32) >= len(chosen) // 100
+
+
+def test_cycles_without_a_tree_teach_nothing():
+    gains = TreeGains(8)
+    gains.learn(4, [2, 1, 0, 1])
+    before = gains.expected_tokens()
+    gains.learn(8, [0] * 8)
+    assert gains.expected_tokens() == pytest.approx(before)
+
+
 def test_long_contexts_make_rows_cheap():
     """What a cycle takes whatever its width is spread over its tokens."""
-    width = VerifyWidth(WIDTHS, lambda bs, rows: rows)
+    gains = ChainGains(16)
+    for _ in range(200):
+        gains.learn(16, [next((n for n in range(15) if (i * 7 + n * 3) % 10 >= 8), 15) for i in range(10)])
+    width = VerifyWidth(WIDTHS, lambda bs, rows: rows, gains)
     width.choose(8)
-    width._tried, width._accepted = [10.0] * 15, [8.0] * 15
-    assert [width.choose(8, more) for more in (0, 20, 400)] == [4, 8, 16]
+    tokens = gains.expected_tokens()
+    for more in (0, 20, 400):
+        assert width.choose(8, more) == max(WIDTHS, key=lambda w: tokens[w - 1] / (w + more))
+    assert width.choose(8, 0) < width.choose(8, 400)
 
 
 def test_free_rows_are_all_verified():
-    assert set(run(VerifyWidth(WIDTHS, lambda bs, rows: 1.0), 0.5, 300)) == {16}
+    assert set(run_chains(chains(lambda bs, rows: 1.0), 0.5, 300)) == {16}
 
 
 def test_another_text_is_learned():
     """The rows that are seldom verified are seen to be worth it again."""
-    width = VerifyWidth(WIDTHS, lambda bs, rows: 10 + rows)
-    assert run(width, 0.2, 500)[-1] == 4
+    width = chains(lambda bs, rows: 10 + rows)
+    assert run_chains(width, 0.05, 500)[-1] == 1
     # The last of those cycles has not been completed.
     width.complete([0] * 8)
-    assert run(width, 0.97, 2000)[-1] == 16
+    assert run_chains(width, 0.97, 6000)[-1] == 16
 
 
 def test_what_has_no_graph_is_not_chosen():
-    def cost(bs: int, rows: int) -> float:
-        return 1.0 if rows == 16 else math.inf
-
-    assert set(run(VerifyWidth(WIDTHS, cost), 0.1, 300)) == {16}
+    assert set(run_chains(chains(lambda bs, rows: 1.0 if rows == 16 else math.inf), 0.1, 300)) == {16}
 
 
 def test_one_width():
-    width = VerifyWidth((16,), lambda bs, rows: math.nan)
-    assert run(width, 0.5, 10) == [16] * 10
+    assert run_chains(chains(lambda bs, rows: math.nan, widths=(16,)), 0.5, 10) == [16] * 10
+
+
+def test_measured_cost():
+    """Every width is tried, its first cycle aside; then the one is chosen that measures best."""
+    cost = MeasuredCost()
+    width = chains(cost)
+    true = {1: 1.0, 4: 1.1, 8: 2.0, 12: 3.0, 16: 4.0}
+    draw, chosen = random.Random(0), []
+    for _ in range(200):
+        chosen.append(width.choose(2))
+        rows = chosen[-1]
+        # What is made once takes its time.
+        cost.add(2, rows, true[rows] + (100.0 if chosen.count(rows) == 1 else 0.0))
+        width.complete(chain_result(draw, rows, 2, 0.7))
+    assert set(chosen[:11]) == set(WIDTHS)
+    assert chosen[100:].count(4) > 90
+    # Of another batch size nothing is known.
+    assert cost(3, 4) == 0.0 and cost(2, 4) == pytest.approx(1.1)
