@@ -22,8 +22,8 @@ from sglang_dflash.types import Block, Trees
 
 
 class TreeCycle(DecodeCycle):
-    """Of each request, `batch` has N rows, and `block` the W of the drafter's forward. No path has more than W nodes, and
-    W is not more than N."""
+    """Of each request, `batch` has N rows, and `block` the W of the drafter's forward. No path has more nodes than W,
+    which is not more than N."""
 
     def __init__(
         self, *args, num_nodes: int, num_candidates: int, counts_nodes: bool, attention: TreeAttentionBackend

@@ -38,6 +38,7 @@ from sglang_dflash import ops
 from sglang_dflash.attention.plan import is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.cpu import packed_linear
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive_width import (
@@ -99,7 +100,7 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         for model in (target_model, draft_model):
-            small_m_linear.install(model)
+            (packed_linear if self.device == "cpu" else small_m_linear).install(model)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Before SGLang sizes its pools by the memory that is left. Request slots are no more than running requests, and

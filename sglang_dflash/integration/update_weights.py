@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
 from sglang_dflash.checkpoint.tensors import tensor_problems
+from sglang_dflash.cpu import packed_linear
 from sglang_dflash.inspect import read_drafter, tensor_shapes
 from sglang_dflash.integration.admin import AdminError, describe
 from sglang_dflash.integration.arguments import is_dflash, serves_dflash
@@ -131,6 +132,7 @@ def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
     except Exception as error:
         logger.exception("A weight update failed.")
         success, message, has_loaded = False, describe(error), True
+    packed_linear.forget_weights()
     _agree(None if success else message, has_loaded)
     return success, message
 

@@ -404,6 +404,28 @@ USES = (
         ),
     ),
     Use(
+        "cpu/packed_linear.py",
+        "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+            "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
+            "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method",
+        ),
+    ),
+    Use(
+        "attention/trees.py",
+        "attends in place of a target's backend, writes and moves its KV",
+        (
+            "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+            "sglang.srt.layers.radix_attention.RadixAttention",
+            "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+            "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+            "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
+        ),
+    ),
+    Use(
         "ops/small_m_linear.py",
         "MLPs that do nothing to gate_up_proj's result but activate it, which is exchanged",
         (
