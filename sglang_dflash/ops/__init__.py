@@ -5,49 +5,61 @@ from __future__ import annotations
 import torch
 
 if torch.cuda.is_available():
+    from sglang_dflash.ops.kernels.accept_paths import accept_paths
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
+    from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
     from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
+    from sglang_dflash.ops.kernels.move_kv import move_kv
     from sglang_dflash.ops.kernels.prepare_block import prepare_block
     from sglang_dflash.ops.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.ops.kernels.read_clock import read_clock
     from sglang_dflash.ops.kernels.row_max import row_max
     from sglang_dflash.ops.kernels.sample_rows import sample_rows
     from sglang_dflash.ops.kernels.split_kv import split_kv
+    from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
 else:
+    from sglang_dflash.ops.reference.accept_paths import accept_paths
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.gather_window import gather_window
+    from sglang_dflash.ops.reference.grow_trees import grow_trees
     from sglang_dflash.ops.reference.index_kv import index_kv
     from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows
+    from sglang_dflash.ops.reference.move_kv import move_kv
     from sglang_dflash.ops.reference.prepare_block import prepare_block
     from sglang_dflash.ops.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.ops.reference.read_clock import read_clock
     from sglang_dflash.ops.reference.row_max import row_max
     from sglang_dflash.ops.reference.sample_rows import sample_rows
     from sglang_dflash.ops.reference.split_kv import split_kv
+    from sglang_dflash.ops.reference.top_columns import top_columns
     from sglang_dflash.ops.reference.verify_block import verify_block
     from sglang_dflash.ops.reference.write_context_kv import write_context_kv
 
 __all__ = [
+    "accept_paths",
     "accept_prefix",
     "apply_penalties",
     "commit_state",
     "gather_window",
+    "grow_trees",
     "index_kv",
     "linear_few_rows",
+    "move_kv",
     "prepare_block",
     "qk_norm_rope_set_kv",
     "read_clock",
     "row_max",
     "sample_rows",
     "split_kv",
+    "top_columns",
     "verify_block",
     "write_context_kv",
 ]

@@ -57,7 +57,7 @@ def test_equal_values_in_the_order_of_columns(device):
 def test_large_and_small_values(device):
     values = torch.full((3, 3000), -3e38, device=device)
     values[0] = 1e4 + torch.rand(3000, device=device)
-    values[1, 2500] = -1e30
+    values[1, 2500] = -1e6
     values[2, 7:11] = torch.randn(4, device=device)
     assert_same(top_columns(values, 5), reference(values, 5))
 

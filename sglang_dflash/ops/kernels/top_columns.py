@@ -1,8 +1,8 @@
 """The largest values of every row, where rows are a vocabulary long: parts of rows by a warp each, and then the rows.
 
-A part is read once, in tiles of groups of columns, group i of every tile by lane i: it keeps the largest value of all its
-groups, and the first of them that has it. Of the k best lanes of a row, by value and then by column, each has something
-better than anything of the other lanes. So the k largest values are in those lanes, and only these are read again.
+A part is read once, in tiles of groups of columns, group i of every tile by lane i: it keeps the largest value of all
+its groups, and the first of them that has it. Of the k best lanes of a row, by value and then by column, each has
+something better than anything of the other lanes. So the k largest values are in those, and only they are read again.
 """
 
 from __future__ import annotations
