@@ -3,6 +3,7 @@
     python3 scripts/bench_kernels.py --out scripts/results/kernels_h100
 
 Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter; of recurrent states, those of Qwen3.5-9B.
+Trees are as large as blocks.
 Launches are replayed from a CUDA graph, and take turns over up to 64 inputs: more than the L2 cache holds, where there
 is anything to move. Before it is timed, a kernel is compared with its torch twin in `sglang_dflash.ops.reference`.
 Without a GPU, Triton's interpreter shows that the script works; its times mean nothing:
@@ -31,12 +32,25 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
-from sglang_dflash.types import Block, BlockInputs, DrawParameters, KVBuffers, KVSplit, States, StateSlots
+from sglang_dflash.types import (
+    Block,
+    BlockInputs,
+    DrawParameters,
+    KVBuffers,
+    KVRows,
+    KVSplit,
+    States,
+    StateSlots,
+    Trees,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 BLOCK_SIZE = 16
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
+TARGET_LAYERS = 36
+# Of each depth of a tree.
+CANDIDATES = 8
 HIDDEN, INTERMEDIATE = 4096, 12288
 # Of Gated DeltaNet layers, and so many of them: more would not change what one takes.
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, CONV_PLACES, LINEAR_LAYERS = 16, 32, 128, 3, 4
@@ -109,6 +123,47 @@ def apply_penalties(bs: int, args: argparse.Namespace) -> Case:
     penalties = (0.5 + torch.rand(bs, device=DEVICE) for _ in range(3))
     arguments = (logits, integers(args.vocab, bs, BLOCK_SIZE), counts, rows(bs), *penalties)
     return Case(arguments, 2 * logits.nbytes + counts.nbytes)
+
+
+def top_columns(bs: int, args: argparse.Namespace) -> Case:
+    num_rows = bs * (BLOCK_SIZE - 1)
+    values = torch.randn(num_rows, args.vocab, device=DEVICE).bfloat16()
+    return Case((values, CANDIDATES), values.nbytes + num_rows * (CANDIDATES * (4 + 8) + 4))
+
+
+def grow_trees(bs: int, args: argparse.Namespace) -> Case:
+    shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
+    logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
+    inputs = (integers(args.vocab, bs), integers(args.vocab, *shape), logits, logits.logsumexp(dim=-1))
+    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    trees = Trees.empty(bs, BLOCK_SIZE, DEVICE)
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = sum(tensor.nbytes for tensor in (*inputs, *vars(trees).values())) + bs * (3 * 8 + BLOCK_SIZE * 4)
+    return Case((*inputs, is_chain, seq_lens(bs, args), rows(bs), slots, trees), num_bytes)
+
+
+def accept_paths(bs: int, args: argparse.Namespace) -> Case:
+    """Every second node is on the accepted path."""
+    target_tokens = integers(args.vocab, bs, BLOCK_SIZE)
+    node = torch.arange(BLOCK_SIZE, device=DEVICE)
+    parents = (node - 2).clamp(min=0).expand(bs, -1)
+    is_right = (node % 2 == 0) & (node // 2 < accept_lens(bs)[:, None])
+    tokens = torch.where(is_right, target_tokens.gather(1, parents), -1)
+    parents = parents.where(node > 0, -1)
+    num_bytes = 8 * bs * (5 * BLOCK_SIZE + 4)
+    return Case((tokens, parents, target_tokens, seq_lens(bs, args), BLOCK_SIZE), num_bytes)
+
+
+def move_kv(bs: int, args: argparse.Namespace) -> Case:
+    """All layers of the target, and all nodes of a path but the root."""
+    num_slots = 2 * bs * BLOCK_SIZE
+    shape = (2 * TARGET_LAYERS, num_slots, KV_HEADS, HEAD_DIM)
+    pool = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.randperm(num_slots, device=DEVICE)[: bs * BLOCK_SIZE].view(bs, BLOCK_SIZE)
+    paths = (2 * torch.arange(BLOCK_SIZE // 2, device=DEVICE)).repeat(bs, 1)
+    lens = accept_lens(bs)
+    num_bytes = 2 * (int(lens.sum()) - bs) * pool[:, 0].nbytes
+    return Case((KVRows.of(list(pool)), slots, paths, lens, None), num_bytes)
 
 
 def gather_window(bs: int, args: argparse.Namespace) -> Case:
@@ -240,6 +295,10 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     prepare_block,
     row_max,
     accept_prefix,
+    top_columns,
+    grow_trees,
+    accept_paths,
+    move_kv,
     gather_window,
     index_kv,
     split_kv,
@@ -291,6 +350,8 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, KVBuffers):
         yield from (*value.k, *value.v)
+    elif isinstance(value, KVRows):
+        yield from value.buffers
     elif is_dataclass(value):
         yield from tensors(tuple(vars(value).values()))
     elif isinstance(value, (tuple, list)):
@@ -330,9 +391,10 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
         "",
         f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} rows of a "
         f"block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
-        f"tokens, window {setup['window']}. Medians over replays of a CUDA graph of launches; an empty kernel takes "
-        f"{setup['empty_us']:.2f} us in one. Bytes are what must be read or written, once each; the floor is what they "
-        f"take at {setup['bandwidth']} TB/s. Every kernel was compared with its torch twin first.",
+        f"tokens, window {setup['window']}; trees of {BLOCK_SIZE} nodes from {BLOCK_SIZE - 1} depths of {CANDIDATES} "
+        f"candidates, {TARGET_LAYERS} target layers. Medians over replays of a CUDA graph of launches; an empty kernel "
+        f"takes {setup['empty_us']:.2f} us in one. Bytes are what must be read or written, once each; the floor is "
+        f"what they take at {setup['bandwidth']} TB/s. Every kernel was compared with its torch twin first.",
         "",
         "| kernel | batch | us | kB | floor, us | us / floor |",
         "|---|---|---|---|---|---|",

@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 
 if torch.cuda.is_available():
+    from sglang_dflash.ops.kernels.accept_paths import accept_paths
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
+    from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
     from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
+    from sglang_dflash.ops.kernels.move_kv import move_kv
     from sglang_dflash.ops.kernels.prepare_block import prepare_block
     from sglang_dflash.ops.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.ops.kernels.read_clock import read_clock
     from sglang_dflash.ops.kernels.row_max import row_max
     from sglang_dflash.ops.kernels.sample_rows import sample_rows
     from sglang_dflash.ops.kernels.split_kv import split_kv
+    from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
 else:

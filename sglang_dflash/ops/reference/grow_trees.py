@@ -26,8 +26,8 @@ def grow_trees(
     candidate of its depth instead, and the one that goes on with the first candidate of the next depth. A path is taken
     after all its beginnings. Source: DDTree (arXiv 2604.12989).
 
-    Log probabilities are summed in float32 from the root on. Of equally probable paths the one is taken that was
-    brought first, the next candidate before the next depth.
+    Log probabilities are summed in float32 from the root on. Of equally probable paths the one is taken that goes on
+    from the earliest node.
 
     Args:
         bonus_tokens: [P] int64.

@@ -1,0 +1,147 @@
+import itertools
+
+import pytest
+import torch
+
+from sglang_dflash.ops.kernels.grow_trees import grow_trees
+from sglang_dflash.ops.reference.grow_trees import grow_trees as reference
+from sglang_dflash.types import Trees
+
+VOCAB = 1000
+
+
+def arguments(requests, depths, k, device, is_chain=None):
+    """All but the trees; of the first requests the drafter is unsure, and their trees are bushes."""
+    logits = torch.randn(requests, depths, k, device=device).sort(dim=-1, descending=True).values
+    logits *= torch.linspace(1, 9, requests, device=device)[:, None, None]
+    seq_lens = torch.randint(0, 50, (requests,), device=device)
+    return (
+        torch.randint(0, VOCAB, (requests,), device=device),
+        torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous(),
+        logits,
+        logits.logsumexp(dim=-1) + torch.rand(requests, depths, device=device),
+        torch.zeros_like(seq_lens) if is_chain is None else is_chain,
+        seq_lens,
+        torch.randperm(requests + 3, device=device)[:requests],
+        torch.randint(0, 2**31 - 1, (requests + 3, 120), dtype=torch.int32, device=device),
+    )
+
+
+def grown(grow, args, num_nodes) -> Trees:
+    device = args[0].device
+    trees = Trees.empty(len(args[0]), num_nodes, device)
+    for tensor in vars(trees).values():
+        tensor.fill_(-7)
+    grow(*args, trees)
+    return trees
+
+
+def assert_same(args, num_nodes):
+    got, want = grown(grow_trees, args, num_nodes), grown(reference, args, num_nodes)
+    for name, tensor in vars(want).items():
+        assert torch.equal(getattr(got, name), tensor), name
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_nodes", "depths", "k"),
+    [
+        (0, 16, 15, 8),
+        (1, 1, 15, 8),
+        (2, 4, 0, 8),
+        (5, 2, 1, 1),
+        (33, 4, 3, 3),
+        (5, 16, 15, 8),
+        (5, 17, 7, 5),
+        (2, 32, 15, 8),
+        (2, 33, 15, 8),
+        (2, 64, 63, 16),
+        # More nodes than there are paths.
+        (2, 16, 2, 3),
+        (1, 64, 40, 1),
+    ],
+)
+def test_matches_reference(requests, num_nodes, depths, k, device):
+    is_chain = torch.arange(requests, device=device) % 3 // 2
+    assert_same(arguments(requests, depths, k, device, is_chain), num_nodes)
+
+
+@pytest.mark.parametrize("num_nodes", [16, 40])
+def test_equally_probable_paths(num_nodes, device):
+    """And some that are no less probable than their beginnings, or impossible."""
+    args = list(arguments(4, 7, 4, device))
+    args[2] = torch.randint(-2, 1, (4, 7, 4), device=device).float().sort(dim=-1, descending=True).values
+    args[3] = torch.zeros(4, 7, device=device)
+    args[2][3, :, 1:] = float("-inf")
+    assert_same(args, num_nodes)
+
+
+@pytest.mark.parametrize("grow", [grow_trees, reference])
+def test_by_hand(grow, device):
+    def tensor(values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    candidates = tensor([[[11, 12], [21, 22]]] * 2)
+    logits = tensor([[[0.6, 0.4], [0.9, 0.1]]] * 2, torch.float32).log() + 3
+    log_sums = torch.full((2, 2), 3.0, device=device)
+    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
+    args = (tensor([7, 8]), candidates, logits, log_sums, tensor([0, 1]), tensor([5, 10]), tensor([1, 0]), table)
+    trees = grown(grow, args, 5)
+    # Paths 11 (0.6), 11 21 (0.54), 12 (0.4), 12 21 (0.36); and a chain.
+    assert trees.tokens.tolist() == [7, 11, 21, 12, 21, 8, 11, 21, 8, 8]
+    assert trees.parents.tolist() == [[-1, 0, 1, 0, 3], [-1, 0, 1, -1, -1]]
+    assert trees.positions.tolist() == [5, 6, 7, 6, 7, 10, 11, 12, 10, 10]
+    assert trees.out_cache_loc.tolist() == [*range(25, 30), *range(10, 15)]
+    assert trees.ancestors.tolist() == [[1, 0b11, 0b111, 0b1001, 0b11001], [1, 0b11, 0b111, 0b1000, 0b10000]]
+
+
+@pytest.mark.parametrize("grow", [grow_trees, reference])
+@pytest.mark.parametrize(("num_nodes", "depths", "k"), [(12, 3, 3), (30, 4, 2), (30, 4, 3)])
+def test_most_probable_paths(num_nodes, depths, k, grow, device):
+    """Of all there are."""
+    args = arguments(3, depths, k, device)
+    log_probs = args[2].double() - args[3].double()[:, :, None]
+    trees = grown(grow, args, num_nodes)
+    tokens = trees.tokens.view(3, num_nodes).tolist()
+    for request in range(3):
+        every = [ranks for length in range(1, depths + 1) for ranks in itertools.product(range(k), repeat=length)]
+        every.sort(key=lambda ranks: -sum(log_probs[request, i, rank].item() for i, rank in enumerate(ranks)))
+        want = [
+            tuple(args[1][request, i, rank].item() for i, rank in enumerate(ranks)) for ranks in every[: num_nodes - 1]
+        ]
+        paths = [()]
+        for token, parent in zip(tokens[request][1:], trees.parents[request, 1:].tolist()):
+            # Taken before: it is an earlier node.
+            paths.append((*paths[parent], token))
+        assert paths[1:] == want
+
+
+@pytest.mark.parametrize("num_nodes", [17, 64])
+def test_is_a_tree(num_nodes, device):
+    requests, depths, k = 2, 15, 8
+    args = arguments(requests, depths, k, device)
+    trees = grown(grow_trees, args, num_nodes)
+    tokens, positions = trees.tokens.view(requests, -1), trees.positions.view(requests, -1)
+    for request in range(requests):
+        bits = [row & (1 << 64) - 1 for row in trees.ancestors[request].tolist()]
+        parents = trees.parents[request].tolist()
+        assert bits[0] == 1 and parents[0] == -1
+        for node in range(1, num_nodes):
+            parent = parents[node]
+            assert 0 <= parent < node and bits[node] == bits[parent] | 1 << node
+            assert positions[request, node] == positions[request, parent] + 1
+            assert tokens[request, node] in args[1][request, positions[request, parent] - args[5][request]]
+        assert len(set(zip(parents, tokens[request].tolist()))) == num_nodes
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -1])
+def test_nan(bits, device):
+    """Whatever a broken model computes, nodes are of the tree and tokens of the vocabulary."""
+    nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
+    args = list(arguments(3, 7, 4, device))
+    args[2][0, 2], args[3][1], args[3][2, 1] = nan, nan, nan
+    trees = grown(grow_trees, args, 16)
+    tokens, nodes = trees.tokens.view(3, 16), torch.arange(16, device=device)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    assert ((trees.parents >= -1) & (trees.parents < nodes)).all()
+    depths = trees.positions.view(3, 16) - args[5][:, None]
+    assert ((depths >= 0) & (depths <= 7)).all()
