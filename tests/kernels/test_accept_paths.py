@@ -50,4 +50,4 @@ def test_by_hand(accept, device):
     assert accepted.bonus_tokens.tolist() == [1, 4, 5, 9]
     assert accepted.new_seq_lens.tolist() == [12, 23, 32, 41]
     assert accepted.out_tokens.tolist() == [[5, 1, 0, 0], [6, 8, 4, 0], [6, 5, 0, 0], [9, 0, 0, 0]]
-    assert paths.tolist() == [[0, 1, 0, 0], [0, 2, 4, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
+    assert paths.tolist() == [[0, 1, 2, 3], [0, 2, 4, 3], [0, 2, 2, 3], [0, 1, 2, 3]]

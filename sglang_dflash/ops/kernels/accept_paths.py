@@ -46,7 +46,7 @@ def _accept_paths_kernel(
         node = tl.min(tl.where(right_behind == node, lane, WIDTH))
 
     is_accepted = lane < accept_len
-    path = tl.where(is_accepted, path, 0)
+    path = tl.where(is_accepted, path, lane)
     out_token = tl.load(target_tokens + base + path, mask=is_accepted, other=0)
     in_row = lane < MAX_LEN
     tl.store(out_tokens + request * MAX_LEN + lane, out_token, mask=in_row)
