@@ -1,5 +1,7 @@
-"""Generate stage: the target writes both sides of conversations, after its chat template's opening of a user's turn."""
+"""Generate stage: the target writes both sides of conversations, after its chat template's opening of a user's turn and
+the first words of one."""
 
+import random
 import time
 
 import torch
@@ -12,6 +14,7 @@ from training import processes
 from training.loop import step_generator
 from training.smollm2.decoder import Rows, run_steps, sample
 from training.smollm2.llama import Llama
+from training.smollm2.openings import draw_opening
 from training.smollm2.settings import GENERATE_STAGE, TURN_END_ID, Settings
 
 USER, ANSWER = 0, 1
@@ -40,7 +43,7 @@ def run(settings: Settings) -> None:
     while True:
         batch_started = time.monotonic()
         generator = step_generator(settings.seed, GENERATE_STAGE, len(batches), settings.device)
-        conversations.begin(generator)
+        conversations.begin(generator, random.Random(f"{settings.seed} {processes.rank()} {len(batches)}"))
         run_steps(step, settings.length - conversations.num_opening, f"conversations {len(batches)}")
         batches.append(conversations.result())
         # Another one like the last must fit; all processes make as many.
@@ -109,8 +112,8 @@ class Conversations:
         self.temperatures = torch.zeros(2, self.num_rows, device=llama.device)
         self.max_turn_tokens = torch.tensor([settings.max_user_tokens, settings.max_answer_tokens], device=llama.device)
 
-    def begin(self, generator: torch.Generator) -> None:
-        """New conversations; their temperatures are drawn."""
+    def begin(self, generator: torch.Generator, rng: random.Random) -> None:
+        """New conversations; their temperatures and first words are drawn."""
         low, high = self.settings.user_temperatures
         draws = torch.rand(2, self.num_rows, generator=generator, device=self.role.device)
         self.temperatures[USER] = low + (high - low) * draws[USER]
@@ -119,6 +122,11 @@ class Conversations:
         self.temperatures[ANSWER] = temperatures[kinds]
         self.rows.tokens[:, : self.num_opening] = self.opening
         self.rows.given.zero_()
+        words = [self.tokenizer.encode(draw_opening(rng))[: self.settings.max_opening_tokens] for _ in self.role]
+        end = self.num_opening + self.settings.max_opening_tokens
+        padded = torch.tensor([row + [NOT_GIVEN] * (end - self.num_opening - len(row)) for row in words])
+        self.rows.tokens[:, self.num_opening : end] = padded.clamp(min=0).to(self.role.device)
+        self.rows.given[:, self.num_opening : end] = padded.to(self.role.device) != NOT_GIVEN
         self.is_answer.zero_()
         self.role.zero_()
         self.turn_tokens.zero_()

@@ -69,6 +69,8 @@ class Settings:
     length: int = 1024
     generation_batch: int = 2048
     generation_seconds: float = 100.0
+    # Of a user's first words, which are given.
+    max_opening_tokens: int = 24
     # A turn that has not ended by then is ended.
     max_user_tokens: int = 200
     max_answer_tokens: int = 400
@@ -116,7 +118,7 @@ class Settings:
     def shrink_for_smoke(self) -> None:
         """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
         self.length, self.generation_batch, self.generation_seconds = 96, 8, 1.0
-        self.max_user_tokens, self.max_answer_tokens = 24, 24
+        self.max_opening_tokens, self.max_user_tokens, self.max_answer_tokens = 6, 24, 24
         self.drafter_batch, self.anchors = 2, 3
         self.long_every, self.long_batch, self.long_parts, self.long_anchors = 4, 1, 2, 4
         self.validation_rows = 2
