@@ -1,0 +1,457 @@
+"""Attention of drafted trees: the KV of a request is read once per tile of query rows, by several thread blocks.
+
+A tile's rows are pairs of a node and a query head of one KV head, so that few nodes fill a tensor core's tile. Tiles of
+keys that are context only need no mask; those that reach the nodes are masked by the bits of ancestors.
+
+Into how many splits a request's keys are divided is chosen by the host, which knows how many requests there are and not
+how long they are: a CUDA graph holds the launch. Each split takes as many tiles of keys as every other one of its
+request, and rounding depends on the split. So what a request gets depends on its own inputs and on the size of its
+batch, and on nothing else of the other requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+# Bits of an int64.
+_MAX_NODES = 64
+# A tensor core's smallest tile, of rows and of what is summed over.
+_MIN_ROWS, _MIN_COLUMNS = 16, 16
+# Thread blocks that keep a multiprocessor busy.
+_BLOCKS_PER_PROCESSOR = 2
+# More would cost more in merging than it saves.
+_MAX_SPLITS = 32
+# A split of fewer would read hardly more than it writes.
+_MIN_KEYS_PER_SPLIT = 128
+# Numbers of a value per thread block of the merge, and of all its splits per warp.
+_MERGED_COLUMNS, _MERGED_PER_WARP = 128, 1024
+_MAX_MERGE_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread block holds at a time.
+
+    Attributes:
+        rows: pairs of a node and a head; a power of two.
+        keys: of a step; a power of two.
+        stages: steps whose keys and values are in shared memory, or on their way to it.
+        warps: of the thread block.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+# By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
+# So chosen that registers and a Hopper GPU's shared memory (227 KiB per thread block) hold them.
+_TILES = {
+    256: Tile(rows=128, keys=64, stages=3, warps=8),
+    512: Tile(rows=64, keys=32, stages=3, warps=8),
+    1280: Tile(rows=64, keys=32, stages=2, warps=8),
+    2560: Tile(rows=16, keys=16, stages=2, warps=8),
+}
+# Products of float32 numbers take no tensor cores, and many registers.
+_MAX_FLOAT32_ROWS = 32
+# Four warps are enough for so many numbers of an output.
+_FEW_NUMBERS = 8192
+
+
+@triton.jit
+def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row, IS_WHOLE: tl.constexpr):
+    """Columns of rows that begin at `start` and have SIZE numbers; zeros where there is none. IS_WHOLE: all are rows."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    pointer = start[:, None] + column[None, :]
+    if IS_WHOLE and FIRST + COLUMNS <= SIZE:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    query,
+    query_rest,
+    highest,
+    weight,
+    total,
+    k_cache,
+    v_cache,
+    k_stride,
+    v_stride,
+    slots,
+    slot_map,
+    node_positions,
+    begin,
+    end,
+    context,
+    row_position,
+    row_bits,
+    window,
+    logit_scale,
+    logit_cap,
+    IS_CONTEXT: tl.constexpr,
+    HAS_SLOT_MAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_V_IN_K: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Go through the keys from `begin` to `end`; with IS_CONTEXT they are whole tiles, and no nodes' keys.
+
+    Logits are to the base 2. The state of a row: its `highest` logit, the `weight` of all keys relative to it, and the
+    `total` of values weighted so.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    for start in tl.range(begin, end, KEYS):
+        key_index = start + tl.arange(0, KEYS)
+        is_key = key_index < end
+        if IS_CONTEXT:
+            slot = tl.load(slots + key_index)
+        else:
+            slot = tl.load(slots + key_index, mask=is_key, other=0)
+        if HAS_SLOT_MAP:
+            if IS_CONTEXT:
+                slot = tl.load(slot_map + slot.to(tl.int64))
+            else:
+                slot = tl.load(slot_map + slot.to(tl.int64), mask=is_key, other=0)
+        slot = slot.to(tl.int64)
+        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key, IS_CONTEXT).to(query.dtype)
+        logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if REST:
+            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key, IS_CONTEXT).to(query.dtype)
+            logit = tl.dot(query_rest, tl.trans(key_rest), logit, input_precision="ieee")
+
+        logit *= logit_scale
+        if HAS_CAP:
+            # By c * tanh(x / c); the fraction is 0 where the power is infinite.
+            logit = logit_cap * (1 - 2 / (1 + tl.exp2(logit * (2 * LOG2_E / logit_cap))))
+        logit *= LOG2_E
+        if IS_CONTEXT:
+            if HAS_WINDOW:
+                is_seen = row_position[:, None] - key_index[None, :] <= window
+                logit = tl.where(is_seen, logit, float("-inf"))
+        else:
+            node = key_index - context
+            bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+            is_seen = (node < 0)[None, :] | ((row_bits[:, None] >> bit[None, :] & 1) == 1)
+            if HAS_WINDOW:
+                is_node = is_key & (node >= 0)
+                position = tl.load(node_positions + node, mask=is_node, other=0).to(tl.int32)
+                position = tl.where(is_node, position, key_index)
+                is_seen &= row_position[:, None] - position[None, :] <= window
+            logit = tl.where(is_seen & is_key[None, :], logit, float("-inf"))
+
+        higher = tl.maximum(highest, tl.max(logit, axis=1))
+        base = higher
+        if HAS_WINDOW or not IS_CONTEXT:
+            # A row that has seen nothing yet.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(logit - base[:, None])
+        shrink = tl.exp2(highest - base)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        if IS_V_IN_K:
+            value = key
+        else:
+            value = _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key, IS_CONTEXT).to(query.dtype)
+        total = tl.dot(share.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return highest, weight, total
+
+
+@triton.jit(do_not_specialize=["num_nodes", "num_splits"])
+def _attend_trees_kernel(
+    query,
+    query_row_stride,
+    query_head_stride,
+    k_cache,
+    k_stride,
+    k_head_stride,
+    v_cache,
+    v_stride,
+    v_head_stride,
+    req_to_token,
+    req_to_token_stride,
+    req_pool_indices,
+    slot_map,
+    seq_lens,
+    positions,
+    ancestors,
+    sinks,
+    output,
+    sums,
+    num_nodes,
+    num_splits,
+    window,
+    logit_scale,
+    logit_cap,
+    v_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MIN_KEYS_PER_SPLIT: tl.constexpr,
+    HAS_SLOT_MAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_V_IN_K: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    request = tl.program_id(1).to(tl.int64) // G
+    kv_head = tl.program_id(1) % G
+    split = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    node = row // (H // G)
+    is_row = node < num_nodes
+    head = kv_head * (H // G) + row % (H // G)
+    # Of queries and outputs.
+    token = request * num_nodes + node
+    out_row = (token * H + head) * num_splits + split
+
+    context = tl.load(seq_lens + request).to(tl.int32)
+    last = context + num_nodes
+    first = tl.maximum(context - window, 0) if HAS_WINDOW else 0
+    keys_per_split = tl.cdiv(tl.cdiv(last - first, KEYS), num_splits) * KEYS
+    keys_per_split = tl.maximum(keys_per_split, MIN_KEYS_PER_SPLIT)
+    begin = first + split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, last)
+    if begin >= last:
+        tl.store(sums + out_row, tl.full((ROWS,), float("-inf"), tl.float32), mask=is_row)
+        return
+
+    pool_row = tl.load(req_pool_indices + request).to(tl.int64)
+    slots = req_to_token + pool_row * req_to_token_stride
+    node_positions = positions + request * num_nodes
+    row_position = tl.load(node_positions + node, mask=is_row, other=0).to(tl.int32)
+    row_bits = tl.load(ancestors + token, mask=is_row, other=0)
+    k_cache += kv_head.to(tl.int64) * k_head_stride
+    v_cache += kv_head.to(tl.int64) * v_head_stride
+    query_start = query + token * query_row_stride + head.to(tl.int64) * query_head_stride
+    main = _load_rows(query_start, 0, MAIN, K, is_row, False)
+    rest = main
+    if REST:
+        rest = _load_rows(query_start, MAIN, REST, K, is_row, False)
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:
+        # Like a key whose value is zero, in front of the first one.
+        if split == 0:
+            highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            weight += 1
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    masked = begin
+    masked += tl.maximum(tl.minimum(end, context) - begin, 0) // KEYS * KEYS
+    for IS_CONTEXT in tl.static_range(1, -1, -1):
+        highest, weight, total = _attend(
+            main,
+            rest,
+            highest,
+            weight,
+            total,
+            k_cache,
+            v_cache,
+            k_stride,
+            v_stride,
+            slots,
+            slot_map,
+            node_positions,
+            begin if IS_CONTEXT else masked,
+            masked if IS_CONTEXT else end,
+            context,
+            row_position,
+            row_bits,
+            window,
+            logit_scale,
+            logit_cap,
+            IS_CONTEXT,
+            HAS_SLOT_MAP,
+            HAS_WINDOW,
+            HAS_CAP,
+            IS_V_IN_K,
+            K,
+            V,
+            MAIN,
+            REST,
+            COLUMNS,
+            KEYS,
+        )
+    if IS_SPLIT:
+        tl.store(sums + out_row, highest + tl.log2(weight), mask=is_row)
+    total *= (v_scale / weight)[:, None]
+    column = tl.arange(0, COLUMNS)
+    is_output = is_row[:, None] & (column < V)[None, :]
+    tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_splits_kernel(
+    parts, sums, output, num_splits, V: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.arange(0, PADDED)
+    log_sum = tl.load(sums + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    share = tl.exp2(log_sum - tl.max(log_sum))
+    # What a split that saw nothing left in its part is no number.
+    is_part = (log_sum > float("-inf"))[:, None] & (column < V)[None, :]
+    part = tl.load(parts + (row * num_splits + split)[:, None] * V + column[None, :], mask=is_part, other=0.0)
+    total = tl.sum(part * share[:, None], axis=0) / tl.sum(share)
+    tl.store(output + row * V + column, total.to(output.dtype.element_ty), mask=column < V)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    # In Triton's interpreter, and for a GPU that is not there, as many as an H100 has.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile:
+    """For rows of one KV head of a request, keys and values of at most `size` numbers, and values padded to others."""
+    tile = next(tile for num_bytes, tile in _TILES.items() if size * dtype.itemsize <= num_bytes)
+    max_rows = min(tile.rows, _MAX_FLOAT32_ROWS) if dtype == torch.float32 else tile.rows
+    rows = min(max_rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
+    warps = 4 if rows * value_size <= _FEW_NUMBERS else tile.warps
+    return Tile(rows, tile.keys, tile.stages, warps)
+
+
+def attend_trees(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    """See :func:`sglang_dflash.ops.reference.attend_trees.attend_trees`."""
+    arguments = (query, k_cache, v_cache, req_to_token, req_pool_indices, slot_map, seq_lens, positions, ancestors)
+    return launch(*arguments, scale, window, logit_cap, sinks, k_scale, v_scale, num_splits=None)
+
+
+def launch(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    num_splits: int | None,
+) -> torch.Tensor:
+    """The same with a number of splits; None: as many as keep the GPU busy."""
+    (bs, num_nodes), heads, (_, kv_heads, key_size) = ancestors.shape, query.shape[1], k_cache.shape
+    value_size = v_cache.shape[2]
+    assert num_nodes <= _MAX_NODES and query.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1
+    assert req_to_token.stride(1) == 1 and ancestors.is_contiguous() and positions.is_contiguous()
+    output = query.new_empty(*query.shape[:2], value_size)
+    if bs == 0:
+        return output
+    # A power of two, and the rest of a key.
+    main = max(_MIN_COLUMNS, 1 << key_size.bit_length() - 1)
+    rest = 0 if key_size <= main else max(_MIN_COLUMNS, triton.next_power_of_2(key_size - main))
+    columns = max(_MIN_COLUMNS, triton.next_power_of_2(value_size))
+    num_rows = num_nodes * (heads // kv_heads)
+    tile = _tile(num_rows, max(main + rest, columns), columns, query.dtype)
+    num_tiles = triton.cdiv(num_rows, tile.rows)
+    if num_splits is None:
+        enough = _BLOCKS_PER_PROCESSOR * _num_processors(query.device) // (bs * kv_heads * num_tiles)
+        num_splits = max(1, min(_MAX_SPLITS, enough))
+    parts, sums = output, output
+    if num_splits > 1:
+        parts = query.new_empty(*query.shape[:2], num_splits, value_size, dtype=torch.float32)
+        sums = query.new_empty(*query.shape[:2], num_splits, dtype=torch.float32)
+    is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and value_size == main
+    _attend_trees_kernel[(num_tiles, bs * kv_heads, num_splits)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache,
+        v_cache.stride(0),
+        v_cache.stride(1),
+        req_to_token,
+        req_to_token.stride(0),
+        req_pool_indices,
+        slot_map,
+        seq_lens,
+        positions,
+        ancestors,
+        sinks,
+        parts,
+        sums,
+        num_nodes,
+        num_splits,
+        0 if window is None else window,
+        scale * k_scale,
+        logit_cap,
+        v_scale,
+        H=heads,
+        G=kv_heads,
+        K=key_size,
+        V=value_size,
+        MAIN=main,
+        REST=rest,
+        COLUMNS=columns,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        MIN_KEYS_PER_SPLIT=max(tile.keys, _MIN_KEYS_PER_SPLIT),
+        HAS_SLOT_MAP=slot_map is not None,
+        HAS_WINDOW=window is not None,
+        HAS_CAP=logit_cap > 0,
+        HAS_SINKS=sinks is not None,
+        IS_V_IN_K=is_v_in_k,
+        IS_SPLIT=num_splits > 1,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if num_splits > 1:
+        padded, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
+        warps = max(1, min(_MAX_MERGE_WARPS, padded * merged_columns // _MERGED_PER_WARP))
+        _merge_splits_kernel[(bs * num_nodes * heads, triton.cdiv(value_size, merged_columns))](
+            parts,
+            sums,
+            output,
+            num_splits,
+            V=value_size,
+            COLUMNS=merged_columns,
+            PADDED=padded,
+            num_warps=warps,
+        )
+    return output
