@@ -17,6 +17,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sglang_dflash.ops.kernels import pdl
 
 # Bits of an int64.
 _MAX_NODES = 64
@@ -28,9 +31,8 @@ _BLOCKS_PER_PROCESSOR = 2
 _MAX_SPLITS = 32
 # A split of fewer would read hardly more than it writes.
 _MIN_KEYS_PER_SPLIT = 128
-# Numbers of a value per thread block of the merge, and of all its splits per warp.
-_MERGED_COLUMNS, _MERGED_PER_WARP = 128, 1024
-_MAX_MERGE_WARPS = 4
+# Numbers that a thread block merges, at most so many columns of them.
+_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 4096, 128, 4
 
 
 @dataclass(frozen=True)
@@ -304,18 +306,35 @@ def _attend_trees_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    parts, sums, output, num_splits, V: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr
+    parts,
+    sums,
+    output,
+    num_rows,
+    num_splits,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.arange(0, PADDED)
-    log_sum = tl.load(sums + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    share = tl.exp2(log_sum - tl.max(log_sum))
-    # What a split that saw nothing left in its part is no number.
-    is_part = (log_sum > float("-inf"))[:, None] & (column < V)[None, :]
-    part = tl.load(parts + (row * num_splits + split)[:, None] * V + column[None, :], mask=is_part, other=0.0)
-    total = tl.sum(part * share[:, None], axis=0) / tl.sum(share)
-    tl.store(output + row * V + column, total.to(output.dtype.element_ty), mask=column < V)
+    is_row, is_column = row < num_rows, column < V
+    out_row = row[:, None] * num_splits + split[None, :]
+    if PDL:
+        # Launched while the splits are still computed.
+        gdc_wait()
+    is_split = is_row[:, None] & (split < num_splits)[None, :]
+    log_sum = tl.load(sums + out_row, mask=is_split, other=float("-inf"))
+    share = tl.exp2(log_sum - tl.max(log_sum, axis=1)[:, None])
+    share /= tl.sum(share, axis=1)[:, None]
+    # A split that saw nothing has left no numbers in its part.
+    is_part = (log_sum > float("-inf"))[:, :, None] & is_column[None, None, :]
+    part = tl.load(parts + out_row[:, :, None] * V + column[None, None, :], mask=is_part, other=0.0)
+    total = tl.sum(part * share[:, :, None], axis=1)
+    is_output = is_row[:, None] & is_column[None, :]
+    tl.store(output + row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
 
 
 @cache
@@ -442,16 +461,23 @@ def launch(
         num_stages=tile.stages,
     )
     if num_splits > 1:
-        padded, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
-        warps = max(1, min(_MAX_MERGE_WARPS, padded * merged_columns // _MERGED_PER_WARP))
-        _merge_splits_kernel[(bs * num_nodes * heads, triton.cdiv(value_size, merged_columns))](
+        padded_splits, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
+        merged_rows = max(1, _MERGED // (padded_splits * merged_columns))
+        pdl_is_available = pdl.is_available(query.device)
+        _merge_splits_kernel[
+            (triton.cdiv(bs * num_nodes * heads, merged_rows), triton.cdiv(value_size, merged_columns))
+        ](
             parts,
             sums,
             output,
+            bs * num_nodes * heads,
             num_splits,
             V=value_size,
+            ROWS=merged_rows,
+            SPLITS=padded_splits,
             COLUMNS=merged_columns,
-            PADDED=padded,
-            num_warps=warps,
+            PDL=pdl_is_available,
+            num_warps=_MERGE_WARPS,
+            launch_pdl=pdl_is_available,
         )
     return output
