@@ -7,6 +7,7 @@ import torch
 if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
+    from sglang_dflash.ops.kernels.attend_trees import attend_trees
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.index_kv import index_kv
@@ -22,6 +23,7 @@ if torch.cuda.is_available():
 else:
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
+    from sglang_dflash.ops.reference.attend_trees import attend_trees
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.index_kv import index_kv
@@ -38,6 +40,7 @@ else:
 __all__ = [
     "accept_prefix",
     "apply_penalties",
+    "attend_trees",
     "commit_state",
     "gather_window",
     "index_kv",

@@ -181,7 +181,6 @@ def test_no_requests(device):
 @pytest.mark.parametrize("num_nodes", [16, 64])
 @pytest.mark.parametrize("context", [0, 100])
 def test_chain_is_causal_attention(context, num_nodes, device):
-    heads, kv_heads, size, _ = GQA
     inputs = arguments((context,), num_nodes, GQA, device, trees=chains)
     slots = inputs[3][inputs[4][0], : context + num_nodes].long()
     query, key, value = (x.transpose(0, 1)[None] for x in (inputs[0], inputs[1][slots], inputs[2][slots]))

@@ -68,7 +68,10 @@ _FEW_NUMBERS = 8192
 
 @triton.jit
 def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row, IS_WHOLE: tl.constexpr):
-    """Columns of rows that begin at `start` and have SIZE numbers; zeros where there is none. IS_WHOLE: all are rows."""
+    """COLUMNS from FIRST on of rows of SIZE numbers that begin at `start`; zeros where there are none.
+
+    With IS_WHOLE there are as many rows as places for them.
+    """
     column = FIRST + tl.arange(0, COLUMNS)
     pointer = start[:, None] + column[None, :]
     if IS_WHOLE and FIRST + COLUMNS <= SIZE:
@@ -119,16 +122,9 @@ def _attend(
     for start in tl.range(begin, end, KEYS):
         key_index = start + tl.arange(0, KEYS)
         is_key = key_index < end
-        if IS_CONTEXT:
-            slot = tl.load(slots + key_index)
-        else:
-            slot = tl.load(slots + key_index, mask=is_key, other=0)
+        slot = tl.load(slots + key_index, mask=is_key, other=0).to(tl.int64)
         if HAS_SLOT_MAP:
-            if IS_CONTEXT:
-                slot = tl.load(slot_map + slot.to(tl.int64))
-            else:
-                slot = tl.load(slot_map + slot.to(tl.int64), mask=is_key, other=0)
-        slot = slot.to(tl.int64)
+            slot = tl.load(slot_map + slot, mask=is_key, other=0).to(tl.int64)
         key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key, IS_CONTEXT).to(query.dtype)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee")
         if REST:
@@ -255,10 +251,9 @@ def _attend_trees_kernel(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
-        # Like a key whose value is zero, in front of the first one.
-        if split == 0:
-            highest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-            weight += 1
+        # Like a key of the first split whose value is zero; elsewhere its weight is one of nothing.
+        sink = tl.load(sinks + head, mask=is_row & (split == 0), other=float("-inf")).to(tl.float32)
+        highest, weight = sink * LOG2_E, weight + 1
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     masked = begin
     masked += tl.maximum(tl.minimum(end, context) - begin, 0) // KEYS * KEYS
