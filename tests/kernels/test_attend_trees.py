@@ -28,7 +28,7 @@ def random_trees(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         for node in range(num_nodes):
             ancestors[i, node] = own_bit(node)
             if node and not (i % 3 == 0 and node == num_nodes - 1):
-                parent = int(torch.randint(max(0, node - 4), node, ()))
+                parent = int(torch.randint(max(0, node - 3), node, ()))
                 depths[i, node] = depths[i, parent] + 1
                 ancestors[i, node] |= ancestors[i, parent]
     return depths, ancestors
@@ -139,7 +139,7 @@ def test_values_in_keys(dtype, num_splits, device):
 @pytest.mark.parametrize("has_slot_map", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_window(num_splits, has_slot_map, window, device):
-    check(arguments((65, 0, 300), 8, GQA, device, window=window, has_slot_map=has_slot_map), num_splits)
+    check(arguments((65, 0, 300), 16, GQA, device, window=window, has_slot_map=has_slot_map), num_splits)
 
 
 @pytest.mark.parametrize("window", [None, 60])
@@ -163,10 +163,10 @@ def test_fp8(dtype, kv_dtype, device):
 
 
 def test_chooses_splits(device, monkeypatch):
-    """The keys of few requests are divided, those of many are not."""
+    """The keys of few requests are divided, those of many or of a short window are not."""
     monkeypatch.setattr(kernel, "_num_processors", lambda device: 4)
-    for bs in (1, 6):
-        inputs = arguments((260,) * bs, 3, GQA, device)
+    for bs, window in ((1, None), (1, 20), (6, None)):
+        inputs = arguments((260,) * bs, 3, GQA, device, window=window)
         torch.testing.assert_close(attend_trees(*inputs), reference(*inputs), rtol=0, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ batch, and on nothing else of the other requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -27,9 +27,9 @@ _MAX_NODES = 64
 _MIN_ROWS, _MIN_COLUMNS = 16, 16
 # Thread blocks that keep a multiprocessor busy.
 _BLOCKS_PER_PROCESSOR = 2
-# More would cost more in merging than it saves.
+# As what is merged grows with them.
 _MAX_SPLITS = 32
-# A split of fewer would read hardly more than it writes.
+# Of fewer, a split would read hardly more than it writes.
 _MIN_KEYS_PER_SPLIT = 128
 # Numbers that a thread block merges, at most so many columns of them.
 _MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 4096, 128, 4
@@ -60,9 +60,9 @@ _TILES = {
     1280: Tile(rows=64, keys=32, stages=2, warps=8),
     2560: Tile(rows=16, keys=16, stages=2, warps=8),
 }
-# Products of float32 numbers take no tensor cores, and many registers.
-_MAX_FLOAT32_ROWS = 32
-# Four warps are enough for so many numbers of an output.
+# Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
+_FLOAT32_ROWS = 16
+# Of other dtypes, four warps have registers for so many numbers of an output.
 _FEW_NUMBERS = 8192
 
 
@@ -341,10 +341,18 @@ def _num_processors(device: torch.device) -> int:
 def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile:
     """For rows of one KV head of a request, keys and values of at most `size` numbers, and values padded to others."""
     tile = next(tile for num_bytes, tile in _TILES.items() if size * dtype.itemsize <= num_bytes)
-    max_rows = min(tile.rows, _MAX_FLOAT32_ROWS) if dtype == torch.float32 else tile.rows
-    rows = min(max_rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
-    warps = 4 if rows * value_size <= _FEW_NUMBERS else tile.warps
-    return Tile(rows, tile.keys, tile.stages, warps)
+    if dtype == torch.float32:
+        return replace(tile, rows=_FLOAT32_ROWS)
+    rows = min(tile.rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
+    return replace(tile, rows=rows, warps=4 if rows * value_size <= _FEW_NUMBERS else tile.warps)
+
+
+def _choose_splits(num_blocks: int, num_nodes: int, window: int | None, device: torch.device) -> int:
+    """That keep the GPU busy; `num_blocks` are the thread blocks of one split."""
+    num_splits = min(_MAX_SPLITS, _BLOCKS_PER_PROCESSOR * _num_processors(device) // num_blocks)
+    if window is not None:
+        num_splits = min(num_splits, (window + num_nodes) // _MIN_KEYS_PER_SPLIT)
+    return max(1, num_splits)
 
 
 def attend_trees(
@@ -403,8 +411,7 @@ def launch(
     tile = _tile(num_rows, max(main + rest, columns), columns, query.dtype)
     num_tiles = triton.cdiv(num_rows, tile.rows)
     if num_splits is None:
-        enough = _BLOCKS_PER_PROCESSOR * _num_processors(query.device) // (bs * kv_heads * num_tiles)
-        num_splits = max(1, min(_MAX_SPLITS, enough))
+        num_splits = _choose_splits(bs * kv_heads * num_tiles, num_nodes, window, query.device)
     parts, sums = output, output
     if num_splits > 1:
         parts = query.new_empty(*query.shape[:2], num_splits, value_size, dtype=torch.float32)
