@@ -10,8 +10,8 @@ from sglang_dflash.ops.reference.attend_trees import attend_trees as reference
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-# Weights are rounded to the dtype before they are multiplied with values.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Weights are rounded to the dtype before they are multiplied with values, and outputs once more.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 CONTEXTS = (65, 0, 300, 1, 64, 63)
 # Query heads, KV heads, numbers of a key and of a value.
 GQA = (4, 2, 32, 32)
@@ -86,7 +86,7 @@ def arguments(
         slot_map[seen] = mapped[seen]
         k_cache[mapped[seen], :, :key_size] = torch.randn(len(seen), kv_heads, key_size)
         v_cache[mapped[seen], :, :value_size] = torch.randn(len(seen), kv_heads, value_size)
-    sinks = torch.randn(heads) if has_sinks else None
+    sinks = torch.randn(heads, device=device) if has_sinks else None
     tensors = [
         query.to(device, dtype)[:, :heads],
         k_cache.to(device, kv_dtype or dtype)[..., :key_size],
@@ -102,7 +102,8 @@ def arguments(
 def check(inputs: list, num_splits: int | None) -> torch.Tensor:
     got, want = launch(*inputs, num_splits=num_splits), reference(*inputs)
     assert got.dtype == want.dtype and got.is_contiguous()
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[want.dtype])
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return got
 
 

@@ -62,8 +62,8 @@ _TILES = {
 _STAGES = 3
 # Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
 _FLOAT32_ROWS = 16
-# Of other dtypes, four warps have registers for so many numbers of an output.
-_FEW_NUMBERS = 8192
+# Of other dtypes, four warps have registers for so many logits of a step and numbers of the output together.
+_FEW_NUMBERS = 12288
 
 
 @triton.jit
@@ -344,7 +344,7 @@ def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile
     if dtype == torch.float32:
         return replace(tile, rows=_FLOAT32_ROWS)
     rows = min(tile.rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
-    return replace(tile, rows=rows, warps=4 if rows * value_size <= _FEW_NUMBERS else tile.warps)
+    return replace(tile, rows=rows, warps=4 if rows * (tile.keys + value_size) <= _FEW_NUMBERS else tile.warps)
 
 
 def _choose_splits(num_blocks: int, num_nodes: int, window: int | None, device: torch.device) -> int:
