@@ -8,8 +8,16 @@ SIZES = ("--vocab", "300", "--window", "16", "--context", "60")
 
 @pytest.fixture(autouse=True)
 def small_shapes(monkeypatch):
-    """Of matrices and recurrent states, which take the interpreter minutes."""
-    sizes = {"HIDDEN": 256, "INTERMEDIATE": 1024, "KEY_HEADS": 1, "VALUE_HEADS": 2, "LINEAR_LAYERS": 2}
+    """Of matrices, heads and recurrent states, which take the interpreter minutes."""
+    sizes = {
+        "Q_HEADS": 8,
+        "KV_HEADS": 2,
+        "HIDDEN": 256,
+        "INTERMEDIATE": 1024,
+        "KEY_HEADS": 1,
+        "VALUE_HEADS": 2,
+        "LINEAR_LAYERS": 2,
+    }
     for name, count in sizes.items():
         monkeypatch.setattr(bench_kernels, name, count)
 
