@@ -235,6 +235,24 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
+def attend_trees(bs: int, args: argparse.Namespace) -> Case:
+    """One layer, its slots scattered; float16, as Triton's interpreter has no products of bfloat16."""
+    num_slots = bs * (args.context + BLOCK_SIZE)
+    query = torch.randn(bs * BLOCK_SIZE, Q_HEADS, HEAD_DIM, device=DEVICE).half()
+    k_cache, v_cache = torch.randn(2, num_slots, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=query.dtype)
+    slots = torch.randperm(num_slots, device=DEVICE).int().view(bs, -1)
+    lens, nodes = seq_lens(bs, args), torch.arange(BLOCK_SIZE, device=DEVICE)
+    # Two chains behind the root, whose nodes take turns.
+    distance = nodes[:, None] - nodes
+    is_ancestor = (distance >= 0) & (distance % 2 == 0) | (nodes == 0)
+    ancestors = (is_ancestor.long() << nodes).sum(1).repeat(bs, 1)
+    positions = (lens[:, None] + (nodes + 1) // 2).flatten()
+    inputs = (query, k_cache, v_cache, slots, rows(bs), None, lens, positions, ancestors)
+    num_keys = int(lens.sum()) + bs * BLOCK_SIZE
+    num_bytes = 2 * query.nbytes + num_keys * (k_cache[0].nbytes + v_cache[0].nbytes + slots.itemsize)
+    return Case((*inputs, HEAD_DIM**-0.5, None, 0.0, None, 1.0, 1.0), num_bytes)
+
+
 def verify_block(bs: int, args: argparse.Namespace) -> Case:
     """One layer."""
     heads = (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
@@ -307,6 +325,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     sample_rows,
     apply_penalties,
     linear_few_rows,
+    attend_trees,
     verify_block,
     commit_state,
 ]

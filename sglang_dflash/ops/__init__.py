@@ -8,6 +8,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.accept_paths import accept_paths
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
+    from sglang_dflash.ops.kernels.attend_trees import attend_trees
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees

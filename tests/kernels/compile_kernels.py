@@ -16,8 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.kernels.attend_trees import attend_trees
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
+# Bytes that a thread block may have.
+SHARED_MEMORY = 227 * 1024
 
 
 class HopperDriver:
@@ -39,6 +42,7 @@ def main() -> None:
 
     def compile_only(function, *args, grid, warmup, **kwargs):
         compiled = launch(function, *args, grid=grid, warmup=True, **kwargs)
+        assert compiled.metadata.shared <= SHARED_MEMORY, function.__name__
         print(function.__name__, len(compiled.asm["cubin"]), flush=True)
 
     JITFunction.run = compile_only
@@ -48,6 +52,22 @@ def main() -> None:
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
     queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
     triton_decode_attention(queries, keys, values, torch.tensor([100]))
+    # With all that a layer may have; DeepSeek's, whose values are part of the keys; in float32.
+    compile_trees(64, 8, 128, torch.bfloat16, torch.float8_e4m3fn, has_window=True)
+    compile_trees(16, 1, 576, torch.bfloat16, torch.bfloat16, has_window=False)
+    compile_trees(8, 4, 64, torch.float32, torch.float32, has_window=False)
+
+
+def compile_trees(heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_dtype: torch.dtype, has_window: bool):
+    """Attention of two trees of 16 nodes; with `has_window`, of a layer with a slot map, a cap and sinks too."""
+    query = torch.zeros(32, heads, size, dtype=dtype)
+    k_cache, v_cache = torch.zeros(2, 64, kv_heads, size).to(kv_dtype)
+    if size == 576:
+        v_cache = k_cache[..., :512]
+    slots, bs = torch.zeros(2, 64, dtype=torch.int32), torch.arange(2)
+    slot_map, sinks = (torch.arange(64), torch.zeros(heads)) if has_window else (None, None)
+    inputs = (query, k_cache, v_cache, slots, bs, slot_map, bs, torch.arange(32), torch.ones(2, 16, dtype=torch.int64))
+    attend_trees(*inputs, 0.1, 512 if has_window else None, 50.0 * has_window, sinks, 1.0, 1.0)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ SIZES = ("--vocab", "300", "--window", "16", "--context", "60")
 
 @pytest.fixture(autouse=True)
 def small_shapes(monkeypatch):
-    """Of matrices, recurrent states and pools, which take the interpreter minutes."""
+    """Of matrices, heads, recurrent states and pools, which take the interpreter minutes."""
     sizes = {
+        "Q_HEADS": 8,
+        "KV_HEADS": 2,
         "HIDDEN": 256,
         "INTERMEDIATE": 1024,
         "KEY_HEADS": 1,

@@ -1,0 +1,485 @@
+"""Attention of drafted trees: the KV of a request is read once per tile of query rows, by several thread blocks.
+
+A tile's rows are pairs of a node and a query head of one KV head, so that few nodes fill a tensor core's tile. Tiles of
+keys that are context only need no mask; those that reach the nodes are masked by the bits of ancestors.
+
+Into how many splits a request's keys are divided is chosen by the host, which knows how many requests there are and not
+how long they are: a CUDA graph holds the launch. Each split takes as many tiles of keys as every other one of its
+request, and rounding depends on the split. So what a request gets depends on its own inputs and on the size of its
+batch, and on nothing else of the other requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sglang_dflash.ops.kernels import pdl
+
+# Bits of an int64.
+_MAX_NODES = 64
+# A tensor core's smallest tile, of rows and of what is summed over.
+_MIN_ROWS, _MIN_COLUMNS = 16, 16
+# Thread blocks that keep a multiprocessor busy.
+_BLOCKS_PER_PROCESSOR = 2
+# As what is merged grows with them.
+_MAX_SPLITS = 32
+# Of fewer, a split would read hardly more than it writes.
+_MIN_KEYS_PER_SPLIT = 128
+# Numbers that a thread block merges, at most so many columns of them.
+_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 4096, 128, 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread block holds at a time.
+
+    Attributes:
+        rows: pairs of a node and a head; a power of two.
+        keys: of a step; a power of two.
+        warps: of the thread block.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+
+
+# By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
+# So chosen that registers and a Hopper GPU's shared memory (227 KiB per thread block) hold them.
+_TILES = {
+    256: Tile(rows=128, keys=64, warps=8),
+    512: Tile(rows=64, keys=32, warps=8),
+    1280: Tile(rows=64, keys=32, warps=8),
+    2560: Tile(rows=16, keys=16, warps=8),
+}
+# Slots are loaded, then their keys and values, then these are multiplied: all three at a time, of consecutive steps.
+_STAGES = 3
+# Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
+_FLOAT32_ROWS = 16
+# Of other dtypes, four warps have registers for so many logits of a step and numbers of the output together.
+_FEW_NUMBERS = 12288
+
+
+@triton.jit
+def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row, IS_WHOLE: tl.constexpr):
+    """COLUMNS from FIRST on of rows of SIZE numbers that begin at `start`; zeros where there are none.
+
+    With IS_WHOLE there are as many rows as places for them.
+    """
+    column = FIRST + tl.arange(0, COLUMNS)
+    pointer = start[:, None] + column[None, :]
+    if IS_WHOLE and FIRST + COLUMNS <= SIZE:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    query,
+    query_rest,
+    highest,
+    weight,
+    total,
+    k_cache,
+    v_cache,
+    k_stride,
+    v_stride,
+    slots,
+    slot_map,
+    node_positions,
+    begin,
+    end,
+    context,
+    row_position,
+    row_bits,
+    window,
+    logit_scale,
+    logit_cap,
+    IS_CONTEXT: tl.constexpr,
+    HAS_SLOT_MAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_V_IN_K: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Go through the keys from `begin` to `end`; with IS_CONTEXT they are whole tiles, and no nodes' keys.
+
+    Logits are to the base 2. The state of a row: its `highest` logit, the `weight` of all keys relative to it, and the
+    `total` of values weighted so.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    for start in tl.range(begin, end, KEYS):
+        key_index = start + tl.arange(0, KEYS)
+        is_key = key_index < end
+        slot = tl.load(slots + key_index, mask=is_key, other=0).to(tl.int64)
+        if HAS_SLOT_MAP:
+            slot = tl.load(slot_map + slot, mask=is_key, other=0).to(tl.int64)
+        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key, IS_CONTEXT).to(query.dtype)
+        logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if REST:
+            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key, IS_CONTEXT).to(query.dtype)
+            logit = tl.dot(query_rest, tl.trans(key_rest), logit, input_precision="ieee")
+
+        logit *= logit_scale
+        if HAS_CAP:
+            # By c * tanh(x / c); the fraction is 0 where the power is infinite.
+            logit = logit_cap * (1 - 2 / (1 + tl.exp2(logit * (2 * LOG2_E / logit_cap))))
+        logit *= LOG2_E
+        if IS_CONTEXT:
+            if HAS_WINDOW:
+                is_seen = row_position[:, None] - key_index[None, :] <= window
+                logit = tl.where(is_seen, logit, float("-inf"))
+        else:
+            node = key_index - context
+            bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+            is_seen = (node < 0)[None, :] | ((row_bits[:, None] >> bit[None, :] & 1) == 1)
+            if HAS_WINDOW:
+                is_node = is_key & (node >= 0)
+                position = tl.load(node_positions + node, mask=is_node, other=0).to(tl.int32)
+                position = tl.where(is_node, position, key_index)
+                is_seen &= row_position[:, None] - position[None, :] <= window
+            logit = tl.where(is_seen & is_key[None, :], logit, float("-inf"))
+
+        higher = tl.maximum(highest, tl.max(logit, axis=1))
+        base = higher
+        if HAS_WINDOW or not IS_CONTEXT:
+            # A row that has seen nothing yet.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(logit - base[:, None])
+        shrink = tl.exp2(highest - base)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        if IS_V_IN_K:
+            value = key
+        else:
+            value = _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key, IS_CONTEXT).to(query.dtype)
+        total = tl.dot(share.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return highest, weight, total
+
+
+@triton.jit(do_not_specialize=["num_nodes", "num_splits"])
+def _attend_trees_kernel(
+    query,
+    query_row_stride,
+    query_head_stride,
+    k_cache,
+    k_stride,
+    k_head_stride,
+    v_cache,
+    v_stride,
+    v_head_stride,
+    req_to_token,
+    req_to_token_stride,
+    req_pool_indices,
+    slot_map,
+    seq_lens,
+    positions,
+    ancestors,
+    sinks,
+    output,
+    sums,
+    num_nodes,
+    num_splits,
+    window,
+    logit_scale,
+    logit_cap,
+    v_scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MIN_KEYS_PER_SPLIT: tl.constexpr,
+    HAS_SLOT_MAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_V_IN_K: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    request = tl.program_id(1).to(tl.int64) // G
+    kv_head = tl.program_id(1) % G
+    split = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    node = row // (H // G)
+    is_row = node < num_nodes
+    head = kv_head * (H // G) + row % (H // G)
+    # Of queries and outputs.
+    token = request * num_nodes + node
+    out_row = (token * H + head) * num_splits + split
+
+    context = tl.load(seq_lens + request).to(tl.int32)
+    last = context + num_nodes
+    first = tl.maximum(context - window, 0) if HAS_WINDOW else 0
+    keys_per_split = tl.cdiv(tl.cdiv(last - first, KEYS), num_splits) * KEYS
+    keys_per_split = tl.maximum(keys_per_split, MIN_KEYS_PER_SPLIT)
+    begin = first + split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, last)
+    if begin >= last:
+        tl.store(sums + out_row, tl.full((ROWS,), float("-inf"), tl.float32), mask=is_row)
+        return
+
+    pool_row = tl.load(req_pool_indices + request).to(tl.int64)
+    slots = req_to_token + pool_row * req_to_token_stride
+    node_positions = positions + request * num_nodes
+    row_position = tl.load(node_positions + node, mask=is_row, other=0).to(tl.int32)
+    row_bits = tl.load(ancestors + token, mask=is_row, other=0)
+    k_cache += kv_head.to(tl.int64) * k_head_stride
+    v_cache += kv_head.to(tl.int64) * v_head_stride
+    query_start = query + token * query_row_stride + head.to(tl.int64) * query_head_stride
+    main = _load_rows(query_start, 0, MAIN, K, is_row, False)
+    rest = main
+    if REST:
+        rest = _load_rows(query_start, MAIN, REST, K, is_row, False)
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:
+        # Like a key of the first split whose value is zero; elsewhere its weight is one of nothing.
+        sink = tl.load(sinks + head, mask=is_row & (split == 0), other=float("-inf")).to(tl.float32)
+        highest, weight = sink * LOG2_E, weight + 1
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    masked = begin
+    masked += tl.maximum(tl.minimum(end, context) - begin, 0) // KEYS * KEYS
+    for IS_CONTEXT in tl.static_range(1, -1, -1):
+        highest, weight, total = _attend(
+            main,
+            rest,
+            highest,
+            weight,
+            total,
+            k_cache,
+            v_cache,
+            k_stride,
+            v_stride,
+            slots,
+            slot_map,
+            node_positions,
+            begin if IS_CONTEXT else masked,
+            masked if IS_CONTEXT else end,
+            context,
+            row_position,
+            row_bits,
+            window,
+            logit_scale,
+            logit_cap,
+            IS_CONTEXT,
+            HAS_SLOT_MAP,
+            HAS_WINDOW,
+            HAS_CAP,
+            IS_V_IN_K,
+            K,
+            V,
+            MAIN,
+            REST,
+            COLUMNS,
+            KEYS,
+        )
+    if IS_SPLIT:
+        tl.store(sums + out_row, highest + tl.log2(weight), mask=is_row)
+    total *= (v_scale / weight)[:, None]
+    column = tl.arange(0, COLUMNS)
+    is_output = is_row[:, None] & (column < V)[None, :]
+    tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_splits_kernel(
+    parts,
+    sums,
+    output,
+    num_rows,
+    num_splits,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < num_rows, column < V
+    out_row = row[:, None] * num_splits + split[None, :]
+    if PDL:
+        # Launched while the splits are still computed.
+        gdc_wait()
+    is_split = is_row[:, None] & (split < num_splits)[None, :]
+    log_sum = tl.load(sums + out_row, mask=is_split, other=float("-inf"))
+    share = tl.exp2(log_sum - tl.max(log_sum, axis=1)[:, None])
+    share /= tl.sum(share, axis=1)[:, None]
+    # A split that saw nothing has left no numbers in its part.
+    is_part = (log_sum > float("-inf"))[:, :, None] & is_column[None, None, :]
+    part = tl.load(parts + out_row[:, :, None] * V + column[None, None, :], mask=is_part, other=0.0)
+    total = tl.sum(part * share[:, :, None], axis=1)
+    is_output = is_row[:, None] & is_column[None, :]
+    tl.store(output + row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    # In Triton's interpreter, and for a GPU that is not there, as many as an H100 has.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile:
+    """For rows of one KV head of a request, keys and values of at most `size` numbers, and values padded to others."""
+    tile = next(tile for num_bytes, tile in _TILES.items() if size * dtype.itemsize <= num_bytes)
+    if dtype == torch.float32:
+        return replace(tile, rows=_FLOAT32_ROWS)
+    rows = min(tile.rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
+    return replace(tile, rows=rows, warps=4 if rows * (tile.keys + value_size) <= _FEW_NUMBERS else tile.warps)
+
+
+def _choose_splits(num_blocks: int, num_nodes: int, window: int | None, device: torch.device) -> int:
+    """That keep the GPU busy; `num_blocks` are the thread blocks of one split."""
+    num_splits = min(_MAX_SPLITS, _BLOCKS_PER_PROCESSOR * _num_processors(device) // num_blocks)
+    if window is not None:
+        num_splits = min(num_splits, (window + num_nodes) // _MIN_KEYS_PER_SPLIT)
+    return max(1, num_splits)
+
+
+def attend_trees(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    """See :func:`sglang_dflash.ops.reference.attend_trees.attend_trees`."""
+    arguments = (query, k_cache, v_cache, req_to_token, req_pool_indices, slot_map, seq_lens, positions, ancestors)
+    return launch(*arguments, scale, window, logit_cap, sinks, k_scale, v_scale, num_splits=None)
+
+
+def launch(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    num_splits: int | None,
+) -> torch.Tensor:
+    """The same with a number of splits; None: as many as keep the GPU busy."""
+    (bs, num_nodes), heads, (_, kv_heads, key_size) = ancestors.shape, query.shape[1], k_cache.shape
+    value_size = v_cache.shape[2]
+    assert num_nodes <= _MAX_NODES and query.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1
+    assert req_to_token.stride(1) == 1 and ancestors.is_contiguous() and positions.is_contiguous()
+    output = query.new_empty(*query.shape[:2], value_size)
+    if bs == 0:
+        return output
+    # A power of two, and the rest of a key.
+    main = max(_MIN_COLUMNS, 1 << key_size.bit_length() - 1)
+    rest = 0 if key_size <= main else max(_MIN_COLUMNS, triton.next_power_of_2(key_size - main))
+    columns = max(_MIN_COLUMNS, triton.next_power_of_2(value_size))
+    num_rows = num_nodes * (heads // kv_heads)
+    tile = _tile(num_rows, max(main + rest, columns), columns, query.dtype)
+    num_tiles = triton.cdiv(num_rows, tile.rows)
+    if num_splits is None:
+        num_splits = _choose_splits(bs * kv_heads * num_tiles, num_nodes, window, query.device)
+    parts, sums = output, output
+    if num_splits > 1:
+        parts = query.new_empty(*query.shape[:2], num_splits, value_size, dtype=torch.float32)
+        sums = query.new_empty(*query.shape[:2], num_splits, dtype=torch.float32)
+    is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and value_size == main
+    _attend_trees_kernel[(num_tiles, bs * kv_heads, num_splits)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache,
+        v_cache.stride(0),
+        v_cache.stride(1),
+        req_to_token,
+        req_to_token.stride(0),
+        req_pool_indices,
+        slot_map,
+        seq_lens,
+        positions,
+        ancestors,
+        sinks,
+        parts,
+        sums,
+        num_nodes,
+        num_splits,
+        0 if window is None else window,
+        scale * k_scale,
+        logit_cap,
+        v_scale,
+        H=heads,
+        G=kv_heads,
+        K=key_size,
+        V=value_size,
+        MAIN=main,
+        REST=rest,
+        COLUMNS=columns,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        MIN_KEYS_PER_SPLIT=max(tile.keys, _MIN_KEYS_PER_SPLIT),
+        HAS_SLOT_MAP=slot_map is not None,
+        HAS_WINDOW=window is not None,
+        HAS_CAP=logit_cap > 0,
+        HAS_SINKS=sinks is not None,
+        IS_V_IN_K=is_v_in_k,
+        IS_SPLIT=num_splits > 1,
+        num_warps=tile.warps,
+        num_stages=_STAGES,
+    )
+    if num_splits > 1:
+        padded_splits, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
+        merged_rows = max(1, _MERGED // (padded_splits * merged_columns))
+        pdl_is_available = pdl.is_available(query.device)
+        _merge_splits_kernel[
+            (triton.cdiv(bs * num_nodes * heads, merged_rows), triton.cdiv(value_size, merged_columns))
+        ](
+            parts,
+            sums,
+            output,
+            bs * num_nodes * heads,
+            num_splits,
+            V=value_size,
+            ROWS=merged_rows,
+            SPLITS=padded_splits,
+            COLUMNS=merged_columns,
+            PDL=pdl_is_available,
+            num_warps=_MERGE_WARPS,
+            launch_pdl=pdl_is_available,
+        )
+    return output

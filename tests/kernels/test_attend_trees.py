@@ -1,0 +1,224 @@
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_dflash.ops.kernels import attend_trees as kernel
+from sglang_dflash.ops.kernels.attend_trees import attend_trees, launch
+from sglang_dflash.ops.reference.attend_trees import attend_trees as reference
+
+# Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+# Weights are rounded to the dtype before they are multiplied with values, and outputs once more.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+CONTEXTS = (65, 0, 300, 1, 64, 63)
+# Query heads, KV heads, numbers of a key and of a value.
+GQA = (4, 2, 32, 32)
+
+
+def own_bit(node: int) -> int:
+    return 1 << node if node < 63 else -(1 << 63)
+
+
+def random_trees(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths and ancestors, [bs, N]. Of every third request the last node is behind no other."""
+    depths, ancestors = torch.zeros(2, bs, num_nodes, dtype=torch.int64)
+    for i in range(bs):
+        for node in range(num_nodes):
+            ancestors[i, node] = own_bit(node)
+            if node and not (i % 3 == 0 and node == num_nodes - 1):
+                parent = int(torch.randint(max(0, node - 3), node, ()))
+                depths[i, node] = depths[i, parent] + 1
+                ancestors[i, node] |= ancestors[i, parent]
+    return depths, ancestors
+
+
+def chains(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = torch.tensor([own_bit(node) for node in range(num_nodes)])
+    return torch.arange(num_nodes).repeat(bs, 1), bits.cumsum(0).repeat(bs, 1)
+
+
+def stars(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """No node is behind another."""
+    bits = torch.tensor([own_bit(node) for node in range(num_nodes)])
+    return torch.zeros(bs, num_nodes, dtype=torch.int64), bits.repeat(bs, 1)
+
+
+def arguments(
+    contexts,
+    num_nodes,
+    shape,
+    device,
+    *,
+    dtype=torch.float32,
+    kv_dtype=None,
+    trees=random_trees,
+    window=None,
+    logit_cap=0.0,
+    has_sinks=False,
+    has_slot_map=False,
+    k_scale=1.0,
+    v_scale=1.0,
+) -> list:
+    """Of the kernel and its twin; whatever no node sees is NaN."""
+    bs, (heads, kv_heads, key_size, value_size) = len(contexts), shape
+    depths, ancestors = trees(bs, num_nodes)
+    seq_lens = torch.tensor(contexts)
+    positions = (seq_lens[:, None] + depths).flatten()
+    # A query is part of a projection, a cache of a wider one.
+    query = torch.full((bs * num_nodes, heads + 2 * kv_heads, key_size), torch.nan)
+    query[:, :heads] = torch.randn(bs * num_nodes, heads, key_size)
+    width = max(contexts) + num_nodes + 5
+    num_slots = (bs + 1) * width
+    k_cache, v_cache = (torch.full((num_slots, kv_heads, size + 16), torch.nan) for size in (key_size, value_size))
+    unseen = num_slots - 1
+    slots = torch.randperm(unseen)[: bs * width].view(bs, width)
+    mapped = torch.randperm(unseen) if has_slot_map else torch.arange(unseen)
+    slot_map = torch.full((num_slots,), unseen)
+    # A view with a row stride of its own, as a slice of a larger pool would be.
+    req_to_token = torch.full((bs + 2, 2 * width), unseen, dtype=torch.int32)
+    rows = torch.randperm(bs + 2)[:bs]
+    for i, context in enumerate(contexts):
+        first = 0 if window is None else max(0, context - window)
+        seen = slots[i, first : context + num_nodes]
+        req_to_token[rows[i], : context + num_nodes] = slots[i, : context + num_nodes].int()
+        slot_map[seen] = mapped[seen]
+        k_cache[mapped[seen], :, :key_size] = torch.randn(len(seen), kv_heads, key_size)
+        v_cache[mapped[seen], :, :value_size] = torch.randn(len(seen), kv_heads, value_size)
+    sinks = torch.randn(heads, device=device) if has_sinks else None
+    tensors = [
+        query.to(device, dtype)[:, :heads],
+        k_cache.to(device, kv_dtype or dtype)[..., :key_size],
+        v_cache.to(device, kv_dtype or dtype)[..., :value_size],
+        req_to_token.to(device)[:, :width],
+        rows.to(device),
+        slot_map.to(device) if has_slot_map else None,
+        *(x.to(device) for x in (seq_lens, positions, ancestors)),
+    ]
+    return [*tensors, key_size**-0.5, window, logit_cap, sinks, k_scale, v_scale]
+
+
+def check(inputs: list, num_splits: int | None) -> torch.Tensor:
+    got, want = launch(*inputs, num_splits=num_splits), reference(*inputs)
+    assert got.dtype == want.dtype and got.is_contiguous()
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return got
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_nodes", [1, 5, 16])
+def test_matches_reference(num_nodes, dtype, num_splits, device):
+    check(arguments(CONTEXTS, num_nodes, GQA, device, dtype=dtype), num_splits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_nodes", "group"), [(33, 1), (64, 1), (64, 3), (16, 7), (33, 4)])
+def test_tiles_of_rows(num_nodes, group, dtype, device):
+    """More rows than one tile has, and groups that fill none."""
+    check(arguments((70,), num_nodes, (group, 1, 16, 16), device, dtype=dtype), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 1, 80, 80), (2, 2, 96, 64), (3, 1, 192, 128), (2, 1, 8, 24)], ids=str)
+def test_sizes(shape, dtype, device):
+    check(arguments((65, 130), 5, shape, device, dtype=dtype), 2)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_in_keys(dtype, num_splits, device):
+    inputs = arguments((40, 150), 3, (8, 1, 576, 512), device, dtype=dtype)
+    inputs[2] = inputs[1][..., :512]
+    check(inputs, num_splits)
+
+
+# Shorter than a tree is deep, of one tile, of several.
+@pytest.mark.parametrize("window", [2, 60, 200])
+@pytest.mark.parametrize("has_slot_map", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_window(num_splits, has_slot_map, window, device):
+    check(arguments((65, 0, 300), 16, GQA, device, window=window, has_slot_map=has_slot_map), num_splits)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("logit_cap", [0.0, 0.5])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_caps_and_sinks(num_splits, logit_cap, window, device):
+    inputs = arguments((0, 300, 65), 5, GQA, device, logit_cap=logit_cap, has_sinks=True, window=window)
+    check(inputs, num_splits)
+    # One that takes all there is, and one that is not there.
+    inputs[-3] = torch.tensor([1000.0, -torch.inf, 0.0, -1000.0], device=device).bfloat16()
+    assert not check(inputs, num_splits)[:, 0].any()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8(dtype, kv_dtype, device):
+    # As SGLang keeps it.
+    inputs = arguments((0, 65, 200), 5, GQA, device, dtype=dtype, kv_dtype=kv_dtype, k_scale=0.7, v_scale=1.9)
+    inputs[1:3] = (cache.view(torch.uint8).view(kv_dtype) for cache in inputs[1:3])
+    check(inputs, 2)
+
+
+def test_chooses_splits(device, monkeypatch):
+    """The keys of few requests are divided, those of many or of a short window are not."""
+    monkeypatch.setattr(kernel, "_num_processors", lambda device: 4)
+    for bs, window in ((1, None), (1, 20), (6, None)):
+        inputs = arguments((260,) * bs, 3, GQA, device, window=window)
+        torch.testing.assert_close(attend_trees(*inputs), reference(*inputs), rtol=0, atol=1e-5)
+
+
+def test_no_requests(device):
+    inputs = arguments((10,), 3, GQA, device)
+    for i in (4, 6, 7, 8, 0):
+        inputs[i] = inputs[i][:0]
+
+    assert attend_trees(*inputs).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize("num_nodes", [16, 64])
+@pytest.mark.parametrize("context", [0, 100])
+def test_chain_is_causal_attention(context, num_nodes, device):
+    inputs = arguments((context,), num_nodes, GQA, device, trees=chains)
+    slots = inputs[3][inputs[4][0], : context + num_nodes].long()
+    query, key, value = (x.transpose(0, 1)[None] for x in (inputs[0], inputs[1][slots], inputs[2][slots]))
+    is_seen = torch.ones(num_nodes, context + num_nodes, dtype=torch.bool, device=device).tril(context)
+
+    got = launch(*inputs, num_splits=2)
+
+    want = scaled_dot_product_attention(query, key, value, attn_mask=is_seen, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_nodes_of_no_path(device):
+    """Each sees the context and itself, 64 of them, by hand."""
+    inputs = arguments((3,), 64, (1, 1, 16, 16), device, trees=stars)
+    query, keys, values = inputs[0][:, 0], *(x[inputs[3][inputs[4][0], :67].long(), 0] for x in inputs[1:3])
+
+    got = launch(*inputs, num_splits=1)
+
+    for node in (0, 1, 31, 32, 62, 63):
+        seen = [0, 1, 2, 3 + node]
+        weights = (keys[seen] @ query[node] / math.sqrt(16)).softmax(0)
+        torch.testing.assert_close(got[node, 0], weights @ values[seen], rtol=0, atol=1e-5)
+
+
+def test_depends_on_no_other_request(device):
+    """To the last bit, with as many splits."""
+    inputs = arguments((65, 300, 10), 5, GQA, device, dtype=torch.float16)
+    alone = list(inputs)
+    alone[0], alone[7] = inputs[0][5:10], inputs[7][5:10]
+    for i in (4, 6, 8):
+        alone[i] = inputs[i][1:2]
+
+    assert torch.equal(launch(*inputs, num_splits=3)[5:10], launch(*alone, num_splits=3))
+
+
+def test_more_nodes_than_bits(device):
+    inputs = arguments((3,), 64, (1, 1, 16, 16), device, trees=stars)
+    inputs[8] = torch.zeros(1, 65, dtype=torch.int64, device=device)
+    with pytest.raises(AssertionError):
+        attend_trees(*inputs)
