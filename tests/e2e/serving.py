@@ -107,7 +107,24 @@ class Settings:
 
     @property
     def block_size(self) -> int:
-        return dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+        """Rows of the drafter's forward."""
+        longest = self.num_nodes or 16
+        return min(longest, dict(self.dflash_flags).get("speculative-dflash-block-size", longest), 16)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Of a tree; None: chains are verified."""
+        flags = dict(self.dflash_flags)
+        return flags.get("speculative-num-draft-tokens", 16) if "speculative-eagle-topk" in flags else None
+
+    @property
+    def cycles(self) -> dict[str, int]:
+        """What the oracle must know of them."""
+        sizes = {"block_size": self.block_size}
+        if self.num_nodes is not None:
+            sizes["num_nodes"] = self.num_nodes
+            sizes["num_candidates"] = dict(self.dflash_flags)["speculative-eagle-topk"]
+        return sizes
 
     def arguments(self, dflash: bool) -> tuple[str, ...]:
         """Of `launch_server`."""
@@ -122,6 +139,14 @@ class Settings:
 
 
 SYNC = ("disable-overlap-schedule", True)
+
+
+def trees(num_candidates: int, num_nodes: int | None = None) -> tuple[tuple[str, int], ...]:
+    """Flags of a server with DFLASH that verifies trees, of as many nodes as a block has rows if nothing is said."""
+    flags = (("speculative-eagle-topk", num_candidates),)
+    return flags if num_nodes is None else (*flags, ("speculative-num-draft-tokens", num_nodes))
+
+
 # Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
 # depends on when they arrive, so SGLang also retracts one every few steps.
 SMALL_POOL = (("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8))
@@ -187,6 +212,7 @@ class Server:
             assert described is not None, f"SGLang's own worker serves DFLASH\n{self.log_tail()}"
             assert described["worker"] == "DFlashWorker"
             assert described["block_size"] == self.settings.block_size
+            assert described["verified_rows"] == (self.settings.num_nodes or self.settings.block_size)
         else:
             assert described is None
         # What the warm-up request left.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings
+from serving import Settings, trees
 
 DEFAULT = Settings("default")
 LAYOUTS = [
@@ -20,6 +20,13 @@ LAYOUTS = [
         flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
         dflash_flags=(("speculative-dflash-block-size", 2),),
     ),
+    Settings("trees", dflash_flags=trees(8)),
+    Settings(
+        "page16-chunk64-sync-trees32",
+        flags=(("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
+        dflash_flags=trees(8, 32),
+    ),
+    Settings("page64-trees8", flags=(("page-size", 64),), dflash_flags=trees(3, 8)),
 ]
 
 pytestmark = pytest.mark.parametrize("settings", LAYOUTS, indirect=True, ids=str)
@@ -62,11 +69,10 @@ def test_few_tokens(pair, prompts):
 
 def test_cycles_are_the_oracles(pair, prompts, mixed_prompts, oracle):
     """Lossy context or a wrong mask would still give the right tokens, in more cycles."""
-    block_size = pair.dflash.settings.block_size
     some = [mixed_prompts[0], mixed_prompts[12], mixed_prompts[15], *prompts[:5]]
 
     for prompt, answer in zip(some, pair.dflash.generate(some, max_new_tokens=64)):
-        assert_same_cycles(answer, oracle.generate(prompt, 64, block_size=block_size))
+        assert_same_cycles(answer, oracle.generate(prompt, 64, **pair.dflash.settings.cycles))
 
 
 def test_long_prompts_are_prefilled_in_chunks(pair, mixed_prompts):
