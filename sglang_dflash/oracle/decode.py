@@ -23,7 +23,7 @@ class DFlashOutput:
         tokens: the generated tokens, cut at `max_new_tokens` and after the first stop token (which is kept).
         accept_lengths: per verify cycle, the committed tokens with the bonus, 1..B; not cut. The first token
             comes from the prefill and belongs to no cycle.
-        margin: of the cycle with trees that was closest to another length: see :func:`sglang_dflash.oracle.tree.margin`.
+        margin: of the cycle with trees that was closest to another length; see `sglang_dflash.oracle.tree.margin`.
     """
 
     tokens: list[int]
