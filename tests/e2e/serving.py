@@ -108,14 +108,21 @@ class Settings:
     @property
     def block_size(self) -> int:
         """Rows of the drafter's forward."""
-        longest = self.num_nodes or 16
-        return min(longest, dict(self.dflash_flags).get("speculative-dflash-block-size", longest), 16)
+        asked = dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+        return asked if self.num_nodes is None else min(asked, self.num_nodes)
 
     @property
     def num_nodes(self) -> int | None:
         """Of a tree; None: chains are verified."""
         flags = dict(self.dflash_flags)
-        return flags.get("speculative-num-draft-tokens", 16) if "speculative-eagle-topk" in flags else None
+        if "speculative-eagle-topk" not in flags:
+            return None
+        return flags.get("speculative-num-draft-tokens", flags.get("speculative-dflash-block-size", 16))
+
+    @property
+    def num_rows(self) -> int:
+        """Of a request, that the target verifies."""
+        return self.num_nodes or self.block_size
 
     @property
     def cycles(self) -> dict[str, int]:
@@ -167,6 +174,13 @@ REQUESTS = Settings("requests", flags=_REQUEST_FLAGS, plain_flags=(SYNC,))
 REQUESTS_SYNC = Settings(
     "requests-sync", flags=_REQUEST_FLAGS, dflash_flags=(SYNC, ("enable-metrics", True)), plain_flags=(SYNC,)
 )
+REQUESTS_TREES = Settings("requests-trees", flags=_REQUEST_FLAGS, dflash_flags=trees(8), plain_flags=(SYNC,))
+# A path may be in any of a tree's pages.
+TREES_PAGED = Settings(
+    "page16-chunk64-trees32",
+    flags=(("page-size", 16), ("chunked-prefill-size", 64)),
+    dflash_flags=(SYNC, *trees(8, 32)),
+)
 # Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
 LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
 
@@ -212,7 +226,7 @@ class Server:
             assert described is not None, f"SGLang's own worker serves DFLASH\n{self.log_tail()}"
             assert described["worker"] == "DFlashWorker"
             assert described["block_size"] == self.settings.block_size
-            assert described["verified_rows"] == (self.settings.num_nodes or self.settings.block_size)
+            assert described["verified_rows"] == self.settings.num_rows
         else:
             assert described is None
         # What the warm-up request left.

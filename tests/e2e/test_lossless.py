@@ -4,29 +4,30 @@ import re
 
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings, trees
+from serving import TREES_PAGED, Settings, trees
 
 DEFAULT = Settings("default")
 LAYOUTS = [
     DEFAULT,
+    Settings("trees", dflash_flags=trees(8)),
     Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64))),
+    TREES_PAGED,
     Settings(
         "page64-sync-block8",
         flags=(("page-size", 64), ("disable-overlap-schedule", True)),
         dflash_flags=(("speculative-dflash-block-size", 8),),
+    ),
+    # Paths that end where the drafter's rows do.
+    Settings(
+        "page64-sync-trees8",
+        flags=(("page-size", 64), ("disable-overlap-schedule", True)),
+        dflash_flags=(*trees(3, 8), ("speculative-dflash-block-size", 4)),
     ),
     Settings(
         "chunk64-sync-block2",
         flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
         dflash_flags=(("speculative-dflash-block-size", 2),),
     ),
-    Settings("trees", dflash_flags=trees(8)),
-    Settings(
-        "page16-chunk64-sync-trees32",
-        flags=(("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
-        dflash_flags=trees(8, 32),
-    ),
-    Settings("page64-trees8", flags=(("page-size", 64),), dflash_flags=trees(3, 8)),
 ]
 
 pytestmark = pytest.mark.parametrize("settings", LAYOUTS, indirect=True, ids=str)
