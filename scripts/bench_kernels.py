@@ -84,7 +84,7 @@ def prepare_block(bs: int, args: argparse.Namespace) -> Case:
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     block = Block.empty(bs, BLOCK_SIZE, DEVICE)
     inputs = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1)
-    return Case((*inputs, None, 0, True, block), bs * (5 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
+    return Case((*inputs, None, 0, True, None, block), bs * (6 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
 
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:

@@ -9,14 +9,19 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from engine_process import run
 from ties import describe_difference, first_difference
+
+from sglang_dflash.oracle.tree import grow_tree
 
 BLOCK_SIZE = 16
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
 WINDOW = 48
 PLUGIN = Path(__file__).with_name("oracle_drafts_plugin")
 NUM_REQUESTS, NEW_TOKENS = 8, 160
+# Of trees: at each depth, and those of them that the right one is among (`oracle_drafts.RANKS`).
+NUM_CANDIDATES, NUM_RANKS = 8, 3
 # Of the drafts, those that are wrong.
 ERROR_RATE = 0.1
 
@@ -213,9 +218,12 @@ def write_pair(folder: Path, name: str, dtype: str) -> dict:
     return paths | {"dtype": dtype} | target.engine
 
 
-def dflash(folder: Path) -> dict:
-    """What an Engine with DFLASH has more."""
-    return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
+def dflash(folder: Path, num_nodes: int | None = None) -> dict:
+    """What an Engine with DFLASH has more; `num_nodes` is of trees."""
+    flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
+    if num_nodes is not None:
+        flags |= {"speculative_eagle_topk": NUM_CANDIDATES, "speculative_num_draft_tokens": num_nodes}
+    return flags
 
 
 def requests() -> list[dict]:
@@ -236,18 +244,48 @@ def drafts(prompt: list[int], answer: list[int]) -> list[int]:
     return [token ^ 1 if draw.random() < ERROR_RATE else token for token in answer]
 
 
-def expected_cycles(answer: list[int], drafted: list[int]) -> int:
-    """Cycles of a request whose answer is `answer`: each ends with the token behind the first wrong draft."""
+def candidate_logits() -> list[list[float]]:
+    """Of the candidates of a tree, [depth][rank]. No two sums of them are equal."""
+    return [
+        [-rank * (1 + 0.1 * (0.618 * depth % 1)) for rank in range(NUM_CANDIDATES)] for depth in range(BLOCK_SIZE - 1)
+    ]
+
+
+def tree_paths(num_nodes: int) -> set[tuple[int, ...]]:
+    """All paths of a tree from the root on, as ranks of candidates."""
+    log_probs = torch.tensor(candidate_logits()).log_softmax(dim=-1)
+    tree = grow_tree(log_probs, torch.arange(NUM_CANDIDATES), num_nodes, NUM_CANDIDATES)
+    paths = [()]
+    for node in range(1, num_nodes):
+        paths.append((*paths[tree.parents[node]], int(tree.tokens[node - 1])))
+    return set(paths)
+
+
+def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], num_nodes: int | None = None) -> int:
+    """Cycles of a request whose answer is `answer`: each ends with the token behind the last draft that is right, and
+    that a tree has."""
+    paths = {(0,) * n for n in range(BLOCK_SIZE)} if num_nodes is None else tree_paths(num_nodes)
+    ranks = 1 if num_nodes is None else NUM_RANKS
     written, cycles = 1, 0
     while written < len(answer):
-        block = range(written, min(written + BLOCK_SIZE - 1, len(answer)))
-        right = next((i - written for i in block if drafted[i] != answer[i]), len(block))
-        written, cycles = written + right + 1, cycles + 1
+        path = ()
+        for i in range(written, len(answer)):
+            further = (*path, (len(prompt) + i) % ranks)
+            if drafted[i] != answer[i] or further not in paths:
+                break
+            path = further
+        written, cycles = written + len(path) + 1, cycles + 1
     return cycles
 
 
-def generate(folder, name: str, dtype: str, flags: dict, env: dict) -> list[tuple[dict, dict, list[int]]]:
-    """Each answer without speculation, with DFLASH, and what was drafted for it."""
+def generate(
+    folder, name: str, dtype: str, flags: dict, env: dict, num_nodes: int | None = None
+) -> list[tuple[dict, dict, int]]:
+    """Each answer without speculation, with DFLASH, and the cycles that it should have taken with what was drafted.
+
+    Args:
+        num_nodes: of trees; None: chains are verified.
+    """
     engine = write_pair(folder, name, dtype) | flags
     env = env | {"PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
     asked = requests()
@@ -258,13 +296,21 @@ def generate(folder, name: str, dtype: str, flags: dict, env: dict) -> list[tupl
     (folder / "drafts.json").write_text(
         json.dumps([{"input_ids": p, "output_ids": d} for p, d in zip(call["input_ids"], drafted)])
     )
+    (folder / "candidates.json").write_text(json.dumps(candidate_logits()))
     env["ORACLE_DRAFTS"] = str(folder / "drafts.json")
-    [answers], described = run(folder, engine | dflash(folder), [call], env)
+    if num_nodes is not None:
+        env["ORACLE_CANDIDATES"] = str(folder / "candidates.json")
+    [answers], described = run(folder, engine | dflash(folder, num_nodes), [call], env)
     assert described["worker"] == "DFlashWorker"
-    return list(zip(plain, answers, drafted))
+    assert described["verified_rows"] == (num_nodes or BLOCK_SIZE)
+    cycles = [
+        expected_cycles(prompt, answer["output_ids"], draft, num_nodes)
+        for prompt, answer, draft in zip(call["input_ids"], plain, drafted)
+    ]
+    return list(zip(plain, answers, cycles))
 
 
-def report(name: str, answers: list[tuple[dict, dict, list[int]]]) -> None:
+def report(name: str, answers: list[tuple[dict, dict, int]]) -> None:
     same = sum(first_difference(plain, got) is None for plain, got, _ in answers)
     cycles = sum(got["meta_info"]["spec_verify_ct"] for _, got, _ in answers)
     tokens = sum(len(got["output_ids"]) - 1 for _, got, _ in answers)
@@ -275,10 +321,10 @@ def report(name: str, answers: list[tuple[dict, dict, list[int]]]) -> None:
             print(f"  answer {i} {describe_difference(plain, got)}")
 
 
-def assert_exact(answers: list[tuple[dict, dict, list[int]]]) -> None:
+def assert_exact(answers: list[tuple[dict, dict, int]]) -> None:
     """Every answer is the one without speculation, in as many cycles as the wrong drafts make."""
     # Texts that repeat themselves would hide what attention sees.
     assert sum(len(set(plain["output_ids"])) > 20 for plain, _, _ in answers) >= NUM_REQUESTS / 2
-    for plain, got, drafted in answers:
+    for plain, got, cycles in answers:
         assert got["output_ids"] == plain["output_ids"]
-        assert got["meta_info"]["spec_verify_ct"] == expected_cycles(plain["output_ids"], drafted)
+        assert got["meta_info"]["spec_verify_ct"] == cycles

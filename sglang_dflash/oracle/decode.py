@@ -1,8 +1,9 @@
 """Batch-1 greedy DFlash decoding over an HF target, in plain torch: the oracle of the tests.
 
-Legend of shapes: n prompt tokens, B block size, F = len(target_layer_ids) * hidden_size.
+Legend of shapes: n prompt tokens, B block size, N nodes of a tree, F = len(target_layer_ids) * hidden_size.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from sglang_dflash.oracle.drafter import LayerKV, ReferenceDrafter
+from sglang_dflash.oracle.tree import Tree, accept_path, grow_tree, margin
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,12 @@ class DFlashOutput:
         tokens: the generated tokens, cut at `max_new_tokens` and after the first stop token (which is kept).
         accept_lengths: per verify cycle, the committed tokens with the bonus, 1..B; not cut. The first token
             comes from the prefill and belongs to no cycle.
+        margin: of the cycle with trees that was closest to another length; see `sglang_dflash.oracle.tree.margin`.
     """
 
     tokens: list[int]
     accept_lengths: list[int]
+    margin: float = math.inf
 
 
 @torch.inference_mode()
@@ -38,6 +42,8 @@ def dflash_generate(
     draft_window: int | None = None,
     page_size: int = 1,
     stop_token_ids: Collection[int] = (),
+    num_nodes: int | None = None,
+    num_candidates: int = 1,
 ) -> DFlashOutput:
     """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
 
@@ -48,8 +54,13 @@ def dflash_generate(
         draft_window: context tokens that the drafter sees, the last ones; all when None.
         page_size: the first of them is rounded down to a multiple of this.
         stop_token_ids: tokens that end the request.
+        num_nodes: N, of the trees that the target verifies; None: it verifies chains.
+        num_candidates: tokens of each depth that a tree may have.
     """
     block_size = block_size or drafter.config.block_size
+    if num_nodes is not None:
+        # No path is longer.
+        block_size = min(block_size, num_nodes)
     input_ids = torch.as_tensor(input_ids, device=target.device).flatten()
     target_cache = DynamicCache()
 
@@ -57,32 +68,35 @@ def dflash_generate(
     target_tokens, features = target_forward(target, drafter, input_ids, target_cache)
     context_kv = append_context(drafter, [], features)
     tokens = [int(target_tokens[-1])]
-    accept_lengths = []
+    accept_lengths, least_margin = [], math.inf
 
     while not is_finished(tokens, max_new_tokens, stop_token_ids):
         # Draft. The bonus token is the last committed one; neither model has its KV yet.
         seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
-        draft_tokens = draft_block(
+        draft_logits = draft_block(
             target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
         )
 
-        # Verify: the target runs [bonus, d_1 .. d_{B-1}] as a causal chain.
-        seq_len = target_cache.get_seq_length()
-        block = torch.cat([draft_tokens.new_tensor(tokens[-1:]), draft_tokens])
-        target_tokens, features = target_forward(target, drafter, block, target_cache)
+        # Verify, and accept what the target agrees with, then the bonus: the target's token after the last match.
+        # The accepted drafts equal the target's tokens, so both are read from the target's rows.
+        if num_nodes is None:
+            draft_tokens = drafter.token_ids[draft_logits.argmax(-1)]
+            accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
+        else:
+            log_probs, token_ids = draft_logits.float().log_softmax(-1), drafter.token_ids
+            tree = grow_tree(log_probs, token_ids, num_nodes, num_candidates)
+            path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
+            accepted = target_tokens[path].tolist()
+            of_cycle = margin(tree, path, target_tokens, log_probs, token_ids, num_candidates)
+            least_margin = min(least_margin, of_cycle)
+        tokens += accepted
+        accept_lengths.append(len(accepted))
 
-        # Accept the longest prefix the target agrees with, then the bonus: the target's token after the last
-        # match. The accepted drafts equal the target's tokens, so both are read from the target's rows.
-        accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
-        tokens += target_tokens[:accept_length].tolist()
-        accept_lengths.append(accept_length)
+        # Append context. The committed rows are the old bonus and the accepted drafts; neither model may ever see the
+        # others again.
+        context_kv = append_context(drafter, context_kv, features)
 
-        # Append context. The block's committed rows are the old bonus and the accepted drafts; neither model
-        # may ever see the others again.
-        target_cache.crop(seq_len + accept_length)
-        context_kv = append_context(drafter, context_kv, features[:, :accept_length])
-
-    return DFlashOutput(cut(tokens, max_new_tokens, stop_token_ids), accept_lengths)
+    return DFlashOutput(cut(tokens, max_new_tokens, stop_token_ids), accept_lengths, least_margin)
 
 
 @torch.inference_mode()
@@ -100,16 +114,68 @@ def greedy_generate(
     return tokens
 
 
+def verify_chain(
+    target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, draft_tokens: Tensor, cache: DynamicCache
+) -> tuple[list[int], Tensor]:
+    """Run [bonus, d_1 .. d_{B-1}] as a causal chain, and accept the longest prefix of the drafts.
+
+    Args:
+        draft_tokens: [B - 1] int64.
+        cache: of the target; grows by the bonus and the accepted drafts.
+
+    Returns:
+        The committed tokens: the accepted drafts and the next bonus.
+        [1, L, F], the features of the cached ones, as many.
+    """
+    seq_len = cache.get_seq_length()
+    block = torch.cat([draft_tokens.new_tensor([bonus]), draft_tokens])
+    target_tokens, features = target_forward(target, drafter, block, cache)
+    accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
+    cache.crop(seq_len + accept_length)
+    return target_tokens[:accept_length].tolist(), features[:, :accept_length]
+
+
+def verify_tree(
+    target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, tree: Tree, cache: DynamicCache
+) -> tuple[list[int], Tensor, Tensor]:
+    """Run all nodes at once, each after the cached tokens and its own path, and accept a path.
+
+    Args:
+        cache: of the target; grows by the accepted nodes.
+
+    Returns:
+        The accepted nodes, the root among them.
+        [N] int64, the target's token after each node.
+        [1, L, F], the features of the accepted nodes.
+    """
+    seq_len = cache.get_seq_length()
+    nodes = torch.cat([tree.tokens.new_tensor([bonus]), tree.tokens])
+    sees = torch.cat([tree.sees().new_ones(len(nodes), seq_len), tree.sees()], dim=1)
+    mask = torch.zeros(sees.shape, dtype=target.dtype, device=target.device).masked_fill(~sees, -torch.inf)
+    positions = seq_len + torch.tensor(tree.depths, device=target.device)
+    target_tokens, features = target_forward(
+        target, drafter, nodes, cache, attention_mask=mask[None, None], position_ids=positions[None]
+    )
+    path = accept_path(tree, target_tokens)
+    kept = torch.tensor([*range(seq_len), *(seq_len + node for node in path)], device=target.device)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    return path, target_tokens, features[:, path]
+
+
 def target_forward(
-    target: PreTrainedModel, drafter: ReferenceDrafter, step_ids: Tensor, cache: DynamicCache
+    target: PreTrainedModel, drafter: ReferenceDrafter, step_ids: Tensor, cache: DynamicCache, **options: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run step_ids [L] after the cached tokens, which grow by L.
+
+    Args:
+        options: of the target's forward; without any, it runs a causal chain.
 
     Returns:
         target_tokens: [L] int64, the argmax after every row.
         features: [1, L, F] in the drafter's dtype, the outputs of the target layers the drafter reads.
     """
-    out = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True)
+    out = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True, **options)
     return out.logits[0].argmax(-1), context_features(out.hidden_states, drafter)
 
 
@@ -163,7 +229,7 @@ def draft_block(
         seen_from: the first position of the context that the drafter sees.
 
     Returns:
-        [B - 1] int64, the greedy draft tokens: row i predicts its own position, there is no shift.
+        [B - 1, V], logits of the drafts: row i predicts its own position, there is no shift.
     """
     seq_len = context_length(context_kv)
     block = torch.full((block_size,), drafter.config.mask_token_id, device=target.device)
@@ -173,7 +239,7 @@ def draft_block(
     context_positions = torch.arange(seen_from, seq_len, device=target.device)
     seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
     hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
-    return drafter.draft_tokens(hidden[0, 0, 1:], target.get_output_embeddings())
+    return drafter.draft_logits(hidden[0, 0, 1:], target.get_output_embeddings())
 
 
 def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:

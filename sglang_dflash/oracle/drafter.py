@@ -323,12 +323,15 @@ class ReferenceDrafter(nn.Module):
             x = layer(x, cos, sin, layer_kv, masks[layer.layer_type])
         return self.norm(x).view_as(block_embeds)
 
-    def draft_tokens(self, hidden: Tensor, target_head: nn.Module) -> Tensor:
-        """Rows [L, hidden] of the drafter -> [L] int64, the target's tokens that they predict."""
-        if not self.has_own_head:
-            return target_head(hidden.to(target_head.weight.dtype)).argmax(-1)
-        tokens = self.lm_head(hidden).argmax(-1)
-        return tokens + self.d2t[tokens]
+    def draft_logits(self, hidden: Tensor, target_head: nn.Module) -> Tensor:
+        """Rows [L, hidden] of the drafter -> [L, V], over `token_ids`."""
+        return self.lm_head(hidden) if self.has_own_head else target_head(hidden.to(target_head.weight.dtype))
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[V] int64, the target's token for each that the drafter knows."""
+        tokens = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return tokens + self.d2t if self.has_own_head else tokens
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_cos_sin(positions, self.config.rope)

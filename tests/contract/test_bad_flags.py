@@ -61,7 +61,13 @@ def test_smaller_block_size_is_served_and_logged(flags, caplog):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("speculative_num_steps", 3), ("speculative_num_steps", 0), ("speculative_eagle_topk", 4)]
+    ("flag", "value"),
+    [
+        ("speculative_num_steps", 3),
+        ("speculative_num_steps", 0),
+        ("speculative_eagle_topk", 0),
+        ("speculative_eagle_topk", 17),
+    ],
 )
 def test_eagle_shape(flag, value):
     assert refusal(**{flag: value}).startswith(f"--{flag.replace('_', '-')} {value}:")
@@ -69,6 +75,46 @@ def test_eagle_shape(flag, value):
 
 def test_eagle_shape_of_one_is_accepted():
     assert resolve(speculative_num_steps=1, speculative_eagle_topk=1).speculative_num_steps == 1
+
+
+# Flags beside --speculative-eagle-topk, and what comes of them: the block size, and the nodes of a tree.
+TREES = [
+    ({}, (16, 16)),
+    ({"speculative_num_draft_tokens": 64}, (16, 64)),
+    # No path is longer than its tree.
+    ({"speculative_num_draft_tokens": 4}, (4, 4)),
+    ({"speculative_dflash_block_size": 8}, (8, 8)),
+    ({"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 24}, (8, 24)),
+]
+
+
+@pytest.mark.parametrize("num_candidates", [2, 16])
+@pytest.mark.parametrize(("flags", "sizes"), TREES)
+def test_trees(num_candidates, flags, sizes):
+    args = resolve(speculative_eagle_topk=num_candidates, **flags)
+    assert (args.speculative_dflash_block_size, args.speculative_num_draft_tokens) == sizes
+
+
+@pytest.mark.parametrize("num_nodes", [-1, 0, 3, 65])
+def test_trees_of_too_few_or_too_many_nodes(num_nodes):
+    message = refusal(speculative_eagle_topk=8, speculative_num_draft_tokens=num_nodes)
+    assert message.startswith(f"--speculative-num-draft-tokens {num_nodes}:")
+    assert "at least 4 and at most 64" in message
+
+
+@pytest.mark.parametrize("block_size", [1, 17])
+def test_blocks_of_trees(block_size):
+    """Beside trees, the other flag does not name the block."""
+    message = refusal(
+        speculative_eagle_topk=8, speculative_num_draft_tokens=16, speculative_dflash_block_size=block_size
+    )
+    assert message.startswith(f"--speculative-dflash-block-size {block_size}:")
+
+
+@pytest.mark.parametrize("flag", ["speculative_adaptive", "enable_deterministic_inference"])
+def test_what_trees_do_not_go_with(flag):
+    message = refusal(speculative_eagle_topk=8, **{flag: True})
+    assert message.startswith(f"--{flag.replace('_', '-')} with --speculative-eagle-topk 8 is not supported:")
 
 
 # Values that SGLang itself lets through to the point where speculation is resolved.

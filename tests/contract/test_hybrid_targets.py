@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import hybrid
 import pytest
@@ -34,6 +35,17 @@ def test_targets_that_are_served(checkpoints, arguments, architecture):
     resolved = resolve(**arguments | {"model_path": str(checkpoints / architecture)})
 
     assert resolved.mamba_radix_cache_strategy == "extra_buffer" and not resolved.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(("num_nodes", "num_rows"), [(None, 16), (8, 8), (32, 16)])
+def test_trees_are_chains(arguments, num_nodes, num_rows, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.integration.arguments"):
+        resolved = resolve(speculative_eagle_topk=8, speculative_num_draft_tokens=num_nodes, **arguments)
+
+    assert resolved.speculative_dflash_block_size == resolved.speculative_num_draft_tokens == num_rows
+    [line] = [record.getMessage() for record in caplog.records if "eagle-topk" in record.getMessage()]
+    assert line.startswith("--speculative-eagle-topk 8 changes nothing for Qwen3_5ForCausalLM: ")
+    assert line.endswith(f"chains of {num_rows} tokens.")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 EOS = 0
+# Of log probabilities that the server and this oracle sum in float32, each in its own order.
+ROUNDING = 1e-4
 
 
 class Oracle:
@@ -35,8 +37,11 @@ class Oracle:
         block_size: int = 16,
         draft_window: int | None = None,
         page_size: int = 1,
+        num_nodes: int | None = None,
+        num_candidates: int = 1,
     ) -> DFlashOutput:
-        return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, block_size, draft_window, page_size)
+        sizes = block_size, draft_window, page_size, num_nodes, num_candidates
+        return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, *sizes)
 
     def _compute(
         self,
@@ -46,6 +51,8 @@ class Oracle:
         block_size: int,
         draft_window: int | None,
         page_size: int,
+        num_nodes: int | None,
+        num_candidates: int,
     ) -> DFlashOutput:
         return dflash_generate(
             self._target,
@@ -56,6 +63,8 @@ class Oracle:
             draft_window=draft_window,
             page_size=page_size,
             stop_token_ids=() if ignore_eos else (EOS,),
+            num_nodes=num_nodes,
+            num_candidates=num_candidates,
         )
 
 
@@ -73,8 +82,12 @@ def answer_lengths(output: DFlashOutput) -> list[int]:
 
 
 def assert_same_cycles(answer: dict, output: DFlashOutput) -> None:
-    """An answer of the server has the oracle's tokens, and its cycles accepted as many."""
+    """An answer of the server has the oracle's tokens, and its cycles accepted as many.
+
+    Of two paths that are about equally probable, either may be verified: what is asked then should be another prompt.
+    """
     meta_info = answer["meta_info"]
     assert answer["output_ids"] == output.tokens
+    assert output.margin > ROUNDING, "rounding decides what is accepted"
     assert meta_info.get("spec_verify_ct", 0) == len(output.accept_lengths)
     assert meta_info.get("spec_correct_drafts_histogram", []) == histogram(output.accept_lengths)

@@ -107,7 +107,31 @@ class Settings:
 
     @property
     def block_size(self) -> int:
-        return dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+        """Rows of the drafter's forward."""
+        asked = dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+        return asked if self.num_nodes is None else min(asked, self.num_nodes)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Of a tree; None: chains are verified."""
+        flags = dict(self.dflash_flags)
+        if "speculative-eagle-topk" not in flags:
+            return None
+        return flags.get("speculative-num-draft-tokens", flags.get("speculative-dflash-block-size", 16))
+
+    @property
+    def num_rows(self) -> int:
+        """Of a request, that the target verifies."""
+        return self.num_nodes or self.block_size
+
+    @property
+    def cycles(self) -> dict[str, int]:
+        """What the oracle must know of them."""
+        sizes = {"block_size": self.block_size}
+        if self.num_nodes is not None:
+            sizes["num_nodes"] = self.num_nodes
+            sizes["num_candidates"] = dict(self.dflash_flags)["speculative-eagle-topk"]
+        return sizes
 
     def arguments(self, dflash: bool) -> tuple[str, ...]:
         """Of `launch_server`."""
@@ -122,6 +146,14 @@ class Settings:
 
 
 SYNC = ("disable-overlap-schedule", True)
+
+
+def trees(num_candidates: int, num_nodes: int | None = None) -> tuple[tuple[str, int], ...]:
+    """Flags of a server with DFLASH that verifies trees, of as many nodes as a block has rows if nothing is said."""
+    flags = (("speculative-eagle-topk", num_candidates),)
+    return flags if num_nodes is None else (*flags, ("speculative-num-draft-tokens", num_nodes))
+
+
 # Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
 # depends on when they arrive, so SGLang also retracts one every few steps.
 SMALL_POOL = (("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8))
@@ -141,6 +173,13 @@ _REQUEST_FLAGS = (
 REQUESTS = Settings("requests", flags=_REQUEST_FLAGS, plain_flags=(SYNC,))
 REQUESTS_SYNC = Settings(
     "requests-sync", flags=_REQUEST_FLAGS, dflash_flags=(SYNC, ("enable-metrics", True)), plain_flags=(SYNC,)
+)
+REQUESTS_TREES = Settings("requests-trees", flags=_REQUEST_FLAGS, dflash_flags=trees(8), plain_flags=(SYNC,))
+# A path may be in any of a tree's pages.
+TREES_PAGED = Settings(
+    "page16-chunk64-trees32",
+    flags=(("page-size", 16), ("chunked-prefill-size", 64)),
+    dflash_flags=(SYNC, *trees(8, 32)),
 )
 # Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
 LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
@@ -187,6 +226,7 @@ class Server:
             assert described is not None, f"SGLang's own worker serves DFLASH\n{self.log_tail()}"
             assert described["worker"] == "DFlashWorker"
             assert described["block_size"] == self.settings.block_size
+            assert described["verified_rows"] == self.settings.num_rows
         else:
             assert described is None
         # What the warm-up request left.

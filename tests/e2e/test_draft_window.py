@@ -2,21 +2,25 @@
 
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings
+from serving import SYNC, Settings, trees
 
 MAX_NEW_TOKENS = 64
 
 
-def settings(name: str, window: int, page_size: int, *flags: str) -> Settings:
+def settings(name: str, window: int, page_size: int, *flags: tuple) -> Settings:
     return Settings(
         name,
-        flags=(("page-size", page_size), *((flag, True) for flag in flags)),
-        dflash_flags=(("speculative-draft-window-size", window),),
+        flags=(("page-size", page_size),),
+        dflash_flags=(("speculative-draft-window-size", window), *flags),
     )
 
 
 # The second window is a multiple of no page, and shorter than the 64 tokens that the drafter's sliding layers see.
-WINDOWS = [settings("window80", 80, 1), settings("window37-page16-sync", 37, 16, "disable-overlap-schedule")]
+WINDOWS = [
+    settings("window80", 80, 1),
+    settings("window37-page16-sync", 37, 16, SYNC),
+    settings("window37-page16-trees", 37, 16, *trees(8, 20)),
+]
 
 
 @pytest.fixture
@@ -34,15 +38,16 @@ def test_cycles_are_the_oracles(server, settings, prompts, mixed_prompts, oracle
         "draft_window": dict(settings.dflash_flags)["speculative-draft-window-size"],
         "page_size": dict(settings.flags)["page-size"],
     }
+    sizes = settings.cycles
     some = [mixed_prompts[0], mixed_prompts[7], *mixed_prompts[12:], *prompts[:8]]
     assert server.internal_state()["sglang_dflash"]["draft_window_size"] == window["draft_window"]
 
     answers = server.generate(some, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
 
-    outputs = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True, **window) for prompt in some]
+    outputs = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True, **window, **sizes) for prompt in some]
     for answer, output in zip(answers, outputs):
         assert_same_cycles(answer, output)
     # Or the prompts would not tell a window from none.
-    whole = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True) for prompt in some]
+    whole = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True, **sizes) for prompt in some]
     assert [output.tokens for output in outputs] == [output.tokens for output in whole]
     assert [output.accept_lengths for output in outputs] != [output.accept_lengths for output in whole]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from grammars import FUNCTIONS
-from serving import SYNC, TWO_CORES, Settings, assert_same_answers, with_plugin
+from serving import SYNC, TWO_CORES, Settings, assert_same_answers, trees, with_plugin
 from various import KINDS, various_requests
 
 pytestmark = pytest.mark.cpu(reason="on a GPU there are CUDA graphs")
@@ -21,6 +21,11 @@ NOT_PADDED = Settings(
     env=PLUGIN,
 )
 TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES)
+# More nodes than a block has rows.
+TREES = Settings("graphs-trees", flags=FLAGS, dflash_flags=trees(8, 24), env=PLUGIN)
+TREES_TWO_RANKS = Settings(
+    "graphs-trees-tp2", flags=(*FLAGS, ("tp-size", 2)), dflash_flags=trees(4), env=PLUGIN + TWO_CORES
+)
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
 # The plain rule accepts the first one's tokens; those of the others are overruled, two requests at a time.
 MIXED = [
@@ -42,11 +47,17 @@ def log_probabilities(entries: list | None) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "widths"),
-    [(ADAPTIVE, {4, 8, 12, 16}), (NOT_PADDED, {4, 8, 12, 16}), (TWO_RANKS, {16})],
-    ids=[ADAPTIVE.name, NOT_PADDED.name, TWO_RANKS.name],
+    ("settings", "num_rows"),
+    [
+        (ADAPTIVE, {4, 8, 12, 16}),
+        (NOT_PADDED, {4, 8, 12, 16}),
+        (TWO_RANKS, {16}),
+        (TREES, {24}),
+        (TREES_TWO_RANKS, {16}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Settings) else "",
 )
-def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
+def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     pair = keeper.pair(settings, plain=PLAIN)
     requests = various_requests([*mixed_prompts, *prompts[:24]])
 
@@ -67,6 +78,6 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, widths):
 
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()
-    assert {int(width) for width in re.findall(r"Replayed: blocks of (\d+)", log)} == widths
+    assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
     assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
-    assert ("in shards" in log) == (settings is TWO_RANKS)
+    assert ("in shards" in log) == (settings in (TWO_RANKS, TREES_TWO_RANKS))

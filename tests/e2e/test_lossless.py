@@ -4,16 +4,24 @@ import re
 
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings
+from serving import TREES_PAGED, Settings, trees
 
 DEFAULT = Settings("default")
 LAYOUTS = [
     DEFAULT,
+    Settings("trees", dflash_flags=trees(8)),
     Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64))),
+    TREES_PAGED,
     Settings(
         "page64-sync-block8",
         flags=(("page-size", 64), ("disable-overlap-schedule", True)),
         dflash_flags=(("speculative-dflash-block-size", 8),),
+    ),
+    # Paths that end where the drafter's rows do.
+    Settings(
+        "page64-sync-trees8",
+        flags=(("page-size", 64), ("disable-overlap-schedule", True)),
+        dflash_flags=(*trees(3, 8), ("speculative-dflash-block-size", 4)),
     ),
     Settings(
         "chunk64-sync-block2",
@@ -62,11 +70,10 @@ def test_few_tokens(pair, prompts):
 
 def test_cycles_are_the_oracles(pair, prompts, mixed_prompts, oracle):
     """Lossy context or a wrong mask would still give the right tokens, in more cycles."""
-    block_size = pair.dflash.settings.block_size
     some = [mixed_prompts[0], mixed_prompts[12], mixed_prompts[15], *prompts[:5]]
 
     for prompt, answer in zip(some, pair.dflash.generate(some, max_new_tokens=64)):
-        assert_same_cycles(answer, oracle.generate(prompt, 64, block_size=block_size))
+        assert_same_cycles(answer, oracle.generate(prompt, 64, **pair.dflash.settings.cycles))
 
 
 def test_long_prompts_are_prefilled_in_chunks(pair, mixed_prompts):

@@ -3,12 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import RETRACT, SMALL_POOL, SYNC, Settings, assert_same_answers
+from serving import RETRACT, SMALL_POOL, SYNC, Settings, assert_same_answers, trees
 
 DEFAULT = Settings("default")
 SMALL_POOLS = [
     Settings("small-pool", flags=SMALL_POOL, env=RETRACT),
     Settings("small-pool-page16-sync", flags=(*SMALL_POOL, ("page-size", 16), SYNC), env=RETRACT),
+    Settings("small-pool-trees", flags=SMALL_POOL, dflash_flags=trees(8, 24), env=RETRACT),
 ]
 
 
@@ -50,7 +51,7 @@ def test_a_request_that_fills_the_pool(pair, prompts):
     length = len(dflash["output_ids"])
     assert dflash["meta_info"]["finish_reason"] == {"type": "length", "length": length}
     assert dflash["output_ids"] == plain["output_ids"][:length]
-    assert length >= 150 - 2 * pair.dflash.settings.block_size - page_size
+    assert length >= 150 - 2 * pair.dflash.settings.num_rows - page_size
 
 
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)

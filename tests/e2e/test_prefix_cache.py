@@ -2,12 +2,12 @@
 
 import pytest
 from oracle import assert_same_cycles
-from serving import Settings
+from serving import TREES_PAGED, Settings
 
 DEFAULT = Settings("default")
 PAGED = Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64)))
 
-pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED, TREES_PAGED], indirect=True, ids=str)
 
 
 def page_floor(num_tokens, settings):
@@ -31,7 +31,7 @@ def test_second_request_reuses_a_shared_prefix(pair, prompts, oracle, shared):
     assert cached == [answer["meta_info"]["cached_tokens"] for answer in plain]
     assert cached == [0, page_floor(shared, pair.dflash.settings)]
     for prompt, answer in zip((first[:200], second), dflash):
-        assert_same_cycles(answer, oracle.generate(prompt, 64, ignore_eos=True))
+        assert_same_cycles(answer, oracle.generate(prompt, 64, ignore_eos=True, **pair.dflash.settings.cycles))
     assert dflash[1]["output_ids"] == plain[1]["output_ids"]
 
 
@@ -64,7 +64,7 @@ def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
     allowed = {page_floor(length - 1, pair.dflash.settings), page_floor(length, pair.dflash.settings)}
     assert {answers[1]["meta_info"]["cached_tokens"] for answers in (dflash, plain)} <= allowed
     prompt = question + dflash[0]["output_ids"] + follow_up
-    assert_same_cycles(dflash[1], oracle.generate(prompt, 64, ignore_eos=True))
+    assert_same_cycles(dflash[1], oracle.generate(prompt, 64, ignore_eos=True, **pair.dflash.settings.cycles))
     assert dflash[1]["output_ids"] == plain[1]["output_ids"]
 
 

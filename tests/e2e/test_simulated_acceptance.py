@@ -1,11 +1,19 @@
 """`SGLANG_SIMULATE_ACC_LEN` forces the acceptance length, whatever the drafter says."""
 
 import pytest
-from serving import Settings
+from serving import Settings, trees
+
+SIMULATED = (("SGLANG_SIMULATE_ACC_LEN", "4"),)
 
 
-def test_every_cycle_accepts_the_simulated_length(keeper, prompts):
-    server = keeper.server(Settings("simulated", env=(("SGLANG_SIMULATE_ACC_LEN", "4"),)), dflash=True)
+@pytest.mark.parametrize(
+    "settings",
+    [Settings("simulated", env=SIMULATED), Settings("simulated-trees", dflash_flags=trees(8, 24), env=SIMULATED)],
+    indirect=True,
+    ids=str,
+)
+def test_every_cycle_accepts_the_simulated_length(keeper, settings, prompts):
+    server = keeper.server(settings, dflash=True)
 
     answers = server.generate(prompts[:8], max_new_tokens=201, ignore_eos=True)
 

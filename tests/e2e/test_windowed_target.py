@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from serving import Settings
+from serving import Settings, trees
 from transformers import AutoModelForCausalLM
 from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
@@ -12,15 +12,16 @@ from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 EVICTION_INTERVAL = 128
 
 
-def layout(name: str, *flags: tuple) -> tuple:
+def layout(name: str, *flags: tuple, dflash_flags: tuple = ()) -> tuple:
     """The pool of the sliding layers is a small part of the other's, and just large enough for the requests below."""
     pools = (("max-total-tokens", 20000), ("swa-full-tokens-ratio", 0.1))
     # The warm-up request is text, of tokens that this vocabulary does not have.
-    return name, (*pools, ("decode-log-interval", 5), ("skip-server-warmup", True), *flags)
+    return name, (*pools, ("decode-log-interval", 5), ("skip-server-warmup", True), *flags), dflash_flags
 
 
 LAYOUTS = [
     layout("windowed", ("chunked-prefill-size", 128)),
+    layout("windowed-trees", ("chunked-prefill-size", 128), dflash_flags=trees(4, 20)),
     layout("windowed-page16-sync", ("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
 ]
 
@@ -33,7 +34,7 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: param[0])
 def settings(request, checkpoints):
     """In place of the settings that other tests name: these need the checkpoints' paths."""
-    name, flags = request.param
+    name, flags, dflash_flags = request.param
     target, drafter = checkpoints
     return Settings(
         name,
@@ -41,6 +42,7 @@ def settings(request, checkpoints):
         dflash_flags=(
             ("speculative-draft-model-path", str(drafter)),
             ("speculative-dflash-block-size", BLOCK_SIZE),
+            *dflash_flags,
         ),
     )
 
@@ -86,4 +88,4 @@ def test_a_long_answer_leaves_the_pool_of_the_sliding_layers_flat(pair):
     in_use = [int(tokens) for tokens in re.findall(r"#swa token: (\d+)", pair.dflash.log()[before:])]
     page_size = dict(pair.dflash.settings.flags).get("page-size", 1)
     assert len(in_use) > 100
-    assert max(in_use) <= len(prompt) + WINDOW + EVICTION_INTERVAL + 2 * (BLOCK_SIZE + page_size)
+    assert max(in_use) <= len(prompt) + WINDOW + EVICTION_INTERVAL + 2 * (pair.dflash.settings.num_rows + page_size)

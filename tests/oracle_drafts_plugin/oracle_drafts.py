@@ -3,7 +3,8 @@
 With these, a target of any class shows whether every row of its verification is right, without a trained drafter.
 SGLang finds the plugin through the entry point beside it, where this folder is in PYTHONPATH. `ORACLE_DRAFTS` names a
 JSON file: a list of `{"input_ids", "output_ids"}` of requests that are to be drafted for, wrong drafts included;
-without it, only the weights are here.
+without it, only the weights are here. `ORACLE_CANDIDATES` names a JSON file too, of a server that verifies trees: the
+logits of the candidates at each depth, the largest first. The token to draft at position p is the (p % RANKS)-th.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-DRAFTS = os.environ.get("ORACLE_DRAFTS")
+DRAFTS, CANDIDATES = os.environ.get("ORACLE_DRAFTS"), os.environ.get("ORACLE_CANDIDATES")
+RANKS = 3
+VOCAB_SIZE = 512
 
 
 @torch.no_grad()
@@ -72,11 +75,25 @@ class Drafts:
         if text is not None:
             self.table[req.kv.req_pool_idx, : len(text)] = torch.tensor(text, device=self.table.device)
 
+    def at(self, batch) -> torch.Tensor:
+        """[bs, W - 1] int64, of a batch of blocks, without the first token of each."""
+        positions = batch.positions.view(len(batch.req_pool_indices), -1)[:, 1:].clamp(max=self.table.shape[1] - 1)
+        return self.table[batch.req_pool_indices[:, None], positions]
+
     def write(self, rows: torch.Tensor, batch) -> torch.Tensor:
         """rows [bs, W] int64: all but the first token of each are replaced."""
-        positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
-        rows[:, 1:] = self.table[batch.req_pool_indices[:, None], positions][:, 1:]
+        rows[:, 1:] = self.at(batch)
         return rows
+
+    def candidates(self, block, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `DraftHead.candidates`; logits [W - 1, k]. None but the token to draft is less than 2 away from it."""
+        tokens = self.at(block)[:, :, None]
+        bs, depths, k = *tokens.shape[:2], logits.shape[1]
+        ranks = torch.arange(k, device=tokens.device)
+        own = block.positions.view(bs, -1)[:, 1:, None] % RANKS
+        tokens = torch.where(ranks == own, tokens, (tokens + 2 + ranks) % VOCAB_SIZE)
+        logits = logits[:depths].expand(bs, -1, -1).contiguous()
+        return tokens, logits, logits.logsumexp(dim=-1)
 
 
 def keep_whole_windows() -> None:
@@ -123,3 +140,15 @@ def register() -> None:
         return drafts.write(draft(cycle, batch, *args), batch)
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
+    if CANDIDATES is None:
+        return
+    from sglang_dflash.engine.tree_cycle import TreeCycle
+
+    draft_trees, logits = TreeCycle._draft, torch.tensor(json.loads(Path(CANDIDATES).read_text()))
+
+    def draft_from(cycle, batch, block, forwards):
+        of_block = logits.to(block.positions.device)
+        cycle._head.candidates = lambda hidden_states, bs: drafts.candidates(block, of_block)
+        return draft_trees(cycle, batch, block, forwards)
+
+    TreeCycle._draft = draft_from

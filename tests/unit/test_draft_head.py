@@ -1,4 +1,4 @@
-"""The drafter's argmax among tensor-parallel ranks: SGLang's own process groups (gloo) and lm_head."""
+"""The drafter's best tokens among tensor-parallel ranks: SGLang's own process groups (gloo) and lm_head."""
 
 import multiprocessing
 from functools import cache
@@ -26,6 +26,8 @@ NUM_ROWS = 24
 VOCABULARIES = [(1, 0), (5, 0), (64, 0), (65, 0), (130, 0), (4096, 0), (1000, 1), (1010, 16), (129, 64), (200, 137)]
 DTYPES = [torch.float32, torch.bfloat16]
 WORLD_SIZES = [1, 2, 4]
+# Of every row; fewer than some shards have, more than others.
+CANDIDATES = 16
 
 
 def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,11 +60,15 @@ def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
     return lm_head
 
 
-def draft(logits: torch.Tensor, num_added: int) -> torch.Tensor:
-    """[NUM_ROWS, 2] blocks whose second token has the row's logits; the first one's are never looked at."""
-    head = DraftHead(lm_head_of(logits, num_added), get_tp_group())
+def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
+    """[NUM_ROWS, 2] blocks whose second token has the row's logits; the first one's are never looked at. And the
+    candidates for that token, their logits and the rows' sums, see `DraftHead.candidates`."""
+    k = min(CANDIDATES, logits.shape[1])
+    head = DraftHead(lm_head_of(logits, num_added), get_tp_group(), k)
     hidden_states = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1).to(logits.dtype)
-    return head(torch.full((NUM_ROWS, 2), 3), hidden_states.view(2 * NUM_ROWS, NUM_ROWS))
+    hidden_states = hidden_states.view(2 * NUM_ROWS, NUM_ROWS)
+    block = head(torch.full((NUM_ROWS, 2), 3), hidden_states)
+    return block, *(values[:, 0] for values in head.candidates(hidden_states, NUM_ROWS))
 
 
 def serve_rank(rank: int, world_size: int, folder: str) -> None:
@@ -79,18 +85,18 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
         distributed_init_method=f"file://{folder}/init",
     )
     initialize_model_parallel(backend="gloo")
-    blocks = {}
+    drafts = {}
     for vocabulary, num_added in VOCABULARIES:
         for dtype in DTYPES:
             logits = logits_of(vocabulary, dtype)
-            blocks["exact", vocabulary, dtype] = draft(logits, num_added)
-            blocks["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
-    torch.save(blocks, f"{folder}/{rank}")
+            drafts["exact", vocabulary, dtype] = draft(logits, num_added)
+            drafts["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
+    torch.save(drafts, f"{folder}/{rank}")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Every rank's blocks, for a number of ranks."""
+    """Every rank's drafts, for a number of ranks."""
 
     @cache
     def run(world_size: int) -> list[dict]:
@@ -120,24 +126,45 @@ def ranks(tmp_path_factory):
 def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
     expected = logits_of(vocabulary, dtype).argmax(dim=-1)
 
-    for blocks in ranks(world_size):
-        block = blocks["exact", vocabulary, dtype]
+    for drafts in ranks(world_size):
+        block, *_ = drafts["exact", vocabulary, dtype]
         assert block[:, 0].tolist() == [3] * NUM_ROWS
         assert block[:, 1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocabulary", "num_added"), VOCABULARIES)
+def test_every_rank_has_the_best_of_the_full_vocabulary(ranks, world_size, dtype, vocabulary, num_added):
+    logits = logits_of(vocabulary, dtype).float()
+    values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+
+    for drafts in ranks(world_size):
+        _, candidates, found, log_sums = drafts["exact", vocabulary, dtype]
+        k = candidates.shape[1]
+        assert k == min(CANDIDATES, vocabulary)
+        assert torch.equal(found, values[:, :k])
+        assert torch.equal(logits.gather(1, candidates), found)
+        assert all(len(set(row)) == k for row in candidates.tolist())
+        if num_added == 0:
+            # Else the added tokens of one rank come before the others of the next.
+            assert torch.equal(candidates, tokens[:, :k])
+        torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ranks_agree_where_one_computes_otherwise(ranks, world_size, dtype):
     """Rank 1's logits are all one ulp larger, which breaks its ties with the others; no rank may diverge."""
-    num_changed = 0
+    num_changed = [0, 0]
     for vocabulary, _ in VOCABULARIES:
-        exact, *_ = (blocks["exact", vocabulary, dtype] for blocks in ranks(world_size))
-        first, *others = (blocks["perturbed", vocabulary, dtype] for blocks in ranks(world_size))
+        exact, *_ = (drafts["exact", vocabulary, dtype] for drafts in ranks(world_size))
+        first, *others = (drafts["perturbed", vocabulary, dtype] for drafts in ranks(world_size))
         for other in others:
-            assert torch.equal(first, other)
-        num_changed += int((first != exact).sum())
-    assert num_changed > 50, "the perturbation did not matter"
+            assert all(torch.equal(mine, its) for mine, its in zip(first, other, strict=True))
+        for i in range(2):
+            num_changed[i] += int((first[i] != exact[i]).sum())
+    assert min(num_changed) > 50, "the perturbation did not matter"
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)

@@ -1,7 +1,8 @@
 """Sampled continuations have the target's distribution, whatever is drafted.
 
 The target is a table of logits, so the distribution of the first tokens is known exactly; the sampler is SGLang's own,
-behind `BlockSampler` and `accept_prefix`, as in the worker's cycle, or the cycle's own, for the batches that it draws.
+behind `BlockSampler` and `accept_prefix`, as in the worker's cycle, or the cycle's own, for the batches that it draws,
+and of trees of drafts behind `accept_paths`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import ops, settings
 from sglang_dflash.tiny_pair import TARGET_DIR
+from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
 from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes
 
 BLOCK_SIZE = 4
 NUM_CONTINUATIONS = 200_000
+NUM_NODES, NUM_CANDIDATES, NUM_TREES = 8, 3, 256
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,6 +119,63 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
         tokens.scatter_(1, done[:, None] + rows, accepted.out_tokens)
         bonus, batch.seq_lens = accepted.bonus_tokens, accepted.new_seq_lens
     return tokens[:, :NUM_NEW]
+
+
+def random_trees() -> Trees:
+    """Trees of the most probable paths of drafters that say anything, one of ten a chain."""
+    logits, candidates = torch.randn(NUM_TREES, BLOCK_SIZE - 1, VOCAB).mul(2).sort(dim=-1, descending=True)
+    zeros = torch.zeros(NUM_TREES, dtype=torch.int64)
+    trees = Trees.empty(NUM_TREES, NUM_NODES, "cpu")
+    ops.grow_trees(
+        zeros,
+        candidates[:, :, :NUM_CANDIDATES].contiguous(),
+        logits[:, :, :NUM_CANDIDATES].contiguous(),
+        logits.logsumexp(dim=-1),
+        (torch.arange(NUM_TREES) % 10 == 0).long(),
+        zeros,
+        zeros,
+        torch.zeros(1, NUM_NODES, dtype=torch.int32),
+        trees,
+    )
+    return trees
+
+
+def continuations_of_trees(params: dict, bias: float = 0.0) -> tuple[torch.Tensor, float]:
+    """As `continuations`, drawn as in a cycle; and of the accepted drafts, the share that no chain would have."""
+    torch.manual_seed(0)
+    n, trees = NUM_CONTINUATIONS, random_trees()
+    parameters = draw_parameters(batch_of([request(params)] * n).sampling_info)
+    bonus, done = torch.full((n,), FIRST), torch.zeros(n, dtype=torch.int64)
+    tokens = torch.zeros(n, NUM_NEW + BLOCK_SIZE, dtype=torch.int64)
+    num_drafts = num_others = 0
+    for seed in range(NUM_NEW):
+        which = torch.randint(NUM_TREES, (n,))
+        nodes, parents = trees.tokens.view(NUM_TREES, NUM_NODES)[which], trees.parents[which]
+        nodes[:, 0] = bonus
+        logits = TABLE[nodes.view(-1)].float()
+        maxima, target = ops.row_max(logits)
+        ops.sample_rows(logits, maxima, target, parameters, torch.tensor([seed]))
+        target = target.view(n, NUM_NODES)
+        target[:, 0] = torch.where(torch.rand(n) < bias, nodes[:, 1], target[:, 0])
+        accepted, paths = ops.accept_paths(nodes, parents, target, done, BLOCK_SIZE)
+        is_draft = (torch.arange(BLOCK_SIZE) < accepted.accept_lens[:, None])[:, 1:]
+        num_drafts += int(is_draft.sum())
+        num_others += int((is_draft & (paths[:, 1:] != 1 + paths[:, :-1])).sum())
+        tokens.scatter_(1, done.clamp(max=NUM_NEW)[:, None] + torch.arange(BLOCK_SIZE), accepted.out_tokens)
+        bonus, done = accepted.bonus_tokens, accepted.new_seq_lens
+    return tokens[:, :NUM_NEW], num_others / num_drafts
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "temperature 0.5", "top_p", "top_k and top_p"])
+def test_distribution_of_trees(name):
+    tokens, share = continuations_of_trees(SETTINGS[name])
+
+    assert p_value(SETTINGS[name], tokens) > 0.001
+    assert share > 0.2
+
+
+def test_a_bias_of_one_percent_of_trees_is_seen():
+    assert p_value(SETTINGS["temperature 1"], continuations_of_trees(SETTINGS["temperature 1"], bias=0.01)[0]) < 0.001
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from sglang_dflash.types import Trees
+
+
+class _Node(NamedTuple):
+    """What is before it, where it is, which candidate of its depth it is, and a bit for every node that it sees."""
+
+    parent: int
+    depth: int
+    rank: int
+    seen: int
+
+
+class _Path(NamedTuple):
+    """One that may be taken: how probable it is without its last token, and with it; that token's depth and rank, and
+    the node before it."""
+
+    base: np.float32
+    log_prob: np.float32
+    depth: int
+    rank: int
+    parent: int
 
 
 def grow_trees(
@@ -44,40 +67,39 @@ def grow_trees(
     if num_requests == 0:
         return
     depths, k = candidates.shape[1:]
-    log_probs = (logits - log_sums[:, :, None]).tolist()
+    # Of NumPy: single numbers that add in float32.
+    log_probs = (logits - log_sums[:, :, None]).cpu().numpy()
     tokens, positions = trees.tokens.view(-1, num_nodes), trees.positions.view(-1, num_nodes)
-    trees.parents.fill_(-1)
-    for request in range(num_requests):
-        depth_of, ancestors_of = [0], [1]
-        tokens[request] = bonus_tokens[request]
-        of_depth = [[float(torch.tensor(x, dtype=torch.float32)) for x in row] for row in log_probs[request]]
-        # Of every path that may be taken: how probable it is without its last token, that token's depth and rank, and
-        # the node before it.
-        paths = [(0.0, 1, 0, 0)] if depths else []
-        while paths and len(depth_of) < num_nodes:
-            sums = [_sum(base, of_depth[depth - 1][rank]) for base, depth, rank, _ in paths]
-            taken = sums.index(max(sums))
-            base, depth, rank, parent = paths[taken]
-            node = len(depth_of)
-            tokens[request, node] = candidates[request, depth - 1, rank]
-            trees.parents[request, node] = parent
-            depth_of.append(depth)
-            ancestors_of.append(ancestors_of[parent] | 1 << node)
-            is_alone = bool(is_chain[request])
-            paths[taken : taken + 1] = [(base, depth, rank + 1, parent)] if rank + 1 < k and not is_alone else []
-            if depth < depths:
-                paths.append((sums[taken], depth + 1, 0, node))
+    for request, is_alone in enumerate(is_chain.tolist()):
+        nodes = [_Node(-1, 0, 0, 1)]
+        paths = [_Path(np.float32(0), log_probs[request, 0, 0], 1, 0, 0)] if depths else []
+        while paths and len(nodes) < num_nodes:
+            # The first of equals.
+            place = max(range(len(paths)), key=lambda i: paths[i].log_prob)
+            taken, node = paths[place], len(nodes)
+            nodes.append(_Node(taken.parent, taken.depth, taken.rank, nodes[taken.parent].seen | 1 << node))
+            next_ones = []
+            if taken.rank + 1 < k and not is_alone:
+                log_prob = taken.base + log_probs[request, taken.depth - 1, taken.rank + 1]
+                next_ones.append(taken._replace(log_prob=log_prob, rank=taken.rank + 1))
+            paths[place : place + 1] = next_ones
+            if taken.depth < depths:
+                log_prob = taken.log_prob + log_probs[request, taken.depth, 0]
+                paths.append(_Path(taken.log_prob, log_prob, taken.depth + 1, 0, node))
+        num_drafts = len(nodes) - 1
         # The others are no nodes.
-        for node in range(len(depth_of), num_nodes):
-            depth_of.append(0)
-            ancestors_of.append(1 << node)
-        signed = [bits - (1 << 64) if bits >> 63 else bits for bits in ancestors_of]
-        trees.ancestors[request] = torch.tensor(signed, device=seq_lens.device)
-        positions[request] = seq_lens[request] + torch.tensor(depth_of, device=seq_lens.device)
+        nodes += [_Node(-1, 0, 0, 1 << node) for node in range(len(nodes), num_nodes)]
+        parents, of_depth, ranks, seen = (torch.tensor(values) for values in zip(*map(_signed, nodes), strict=True))
+        tokens[request] = bonus_tokens[request]
+        drafts = slice(1, 1 + num_drafts)
+        tokens[request, drafts] = candidates[request, of_depth[drafts] - 1, ranks[drafts]]
+        trees.parents[request] = parents
+        trees.ancestors[request] = seen
+        positions[request] = seq_lens[request] + of_depth.to(seq_lens.device)
     places = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
     trees.out_cache_loc.view(-1, num_nodes).copy_(req_to_token[req_pool_indices[:, None], places])
 
 
-def _sum(base: float, log_prob: float) -> float:
-    """In float32."""
-    return float(torch.tensor(base, dtype=torch.float32) + torch.tensor(log_prob, dtype=torch.float32))
+def _signed(node: _Node) -> _Node:
+    """With its bits as those of an int64."""
+    return node._replace(seen=node.seen - (1 << 64) if node.seen >> 63 else node.seen)

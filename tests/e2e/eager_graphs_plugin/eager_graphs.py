@@ -18,6 +18,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# Of what the target verifies.
+ROWS = ("input_ids", "positions", "out_cache_loc")
+
 
 class EagerBackend:
     """In place of `FullCudaGraphBackend`."""
@@ -47,11 +50,15 @@ class EagerBackend:
 
         if key not in self._replayed:
             self._replayed.add(key)
-            logger.warning("Replayed: blocks of %d, %s", self._runner.width, key)
+            logger.warning("Replayed: %d rows, %s", self._runner.width, key)
         forward, output, kept_as, kept = self._captured[key]
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             overwrite(output, forward())
-        overwrite(kept.accepted, self._runner._graphs[kept_as].accepted)
+        new = self._runner._graphs[kept_as]
+        overwrite(kept.accepted, new.accepted)
+        # Of chains, the target's output.
+        if kept.hidden_states is not output.hidden_states:
+            kept.hidden_states.copy_(new.hidden_states)
         self._runner._graphs[kept_as] = kept
         return output
 
@@ -113,6 +120,8 @@ def spoiled(blocks):
         found = blocks(runner, bs)
         if found is not None:
             spoil(runner._block)
+            # Of trees, they are apart from the block's.
+            spoil(SimpleNamespace(**{name: getattr(runner.buffers, name) for name in ROWS}))
         return found
 
     return spoiled_blocks

@@ -46,7 +46,8 @@ def register():
         block = graphs.blocks(forward_batch.batch_size).block
         backend = worker.draft_model_runner.attn_backend
         eagerly = _Eager(backend, False, worker._verify)
-        drafted_again = cycle._draft(replace(forward_batch, input_ids=begun), eagerly).view(-1)
+        # The block's tokens are in the memory of the batch's, and so are the drafts.
+        drafted_again = cycle._draft(forward_batch, replace(block, input_ids=begun), eagerly).view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
         same_block = replace(forward_batch, input_ids=drafted)
@@ -55,7 +56,8 @@ def register():
             eager = verify(worker, same_block)
         finally:
             runner.decode_cuda_graph_runner = graphs
-        accepted_again = cycle.accept_plain(same_block, eager, block, in_shards=False)
+        target_tokens = cycle._choose(eager, block, in_shards=False)
+        accepted_again, _ = cycle._settle(same_block, eager, target_tokens)
         replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
         hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
         record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)

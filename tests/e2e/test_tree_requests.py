@@ -1,0 +1,41 @@
+"""Requests of every kind where drafts are verified in trees: those that SGLang's sampler chooses for get chains."""
+
+import pytest
+from grammars import GRAMMARS, assert_valid
+from serving import REQUESTS_TREES, assert_same_answers
+from test_requests import ADJUSTED, numbers_of
+
+pytestmark = pytest.mark.parametrize("settings", [REQUESTS_TREES], indirect=True, ids=str)
+
+
+def test_everything_in_one_batch(pair, prompts):
+    """Half of the requests are verified in trees."""
+    overruled = [*ADJUSTED.values(), *GRAMMARS.values(), {"return_logprob": True}]
+    requests = [
+        {"input_ids": prompts[i], "max_new_tokens": 70, "ignore_eos": i % 2 == 0}
+        | (overruled[i // 2] | {"ignore_eos": False} if i % 2 else {})
+        for i in range(2 * len(overruled))
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for name, answer in zip(GRAMMARS, answers[2 * len(ADJUSTED) + 1 :: 2]):
+        assert_valid(name, [answer])
+
+
+def test_hidden_states(pair, prompts):
+    """Of the tokens of accepted paths, wherever their nodes were; and of chains."""
+    requests = [
+        {"input_ids": [10 + i, *prompt], "max_new_tokens": 30, "ignore_eos": True, "return_hidden_states": i != 1}
+        | ({"presence_penalty": 0.3} if i == 2 else {})
+        for i, prompt in enumerate(prompts[:4])
+    ]
+
+    dflash, plain = pair.ask(lambda server: server.generate_concurrently(requests))
+
+    assert_same_answers(dflash, plain)
+    assert "hidden_states" not in dflash[1]["meta_info"]
+    for i in (0, 2, 3):
+        numbers = numbers_of(plain[i]["meta_info"]["hidden_states"])
+        assert len(numbers) > 30 * 64
+        assert numbers_of(dflash[i]["meta_info"]["hidden_states"]) == pytest.approx(numbers, abs=1e-3)
