@@ -98,7 +98,6 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         plain_tokens=args.plain_tokens,
         requests=args.requests,
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
-        adaptive=args.adaptive,
         chat_arguments=args.chat_arguments,
         serving=make_serving(args),
     )
@@ -133,19 +132,22 @@ def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) 
     No speculation is measured once for all drafters, block sizes and windows.
     """
 
-    def candidate(
-        mode: str, pair: Pair, backend: str, tp: int, block: int | None = None, window: int | None = None
-    ) -> Candidate:
+    def candidate(mode: str, pair: Pair, backend: str, tp: int, *drafting: int | bool | None) -> Candidate:
         drafter, share = (None, pair.share[1]) if mode == "none" else (pair.drafter, pair.share[0])
-        configuration = Configuration(mode, pair.target, drafter, backend, tp, block, window)
+        configuration = Configuration(mode, pair.target, drafter, backend, tp, *drafting)
         return Candidate(configuration, workload, pair.is_dummy, 1 / args.together if args.together else share)
 
     units = []
     for tp in args.tp:
         for backend in args.backends:
             for pair, block, window in itertools.product(pairs, args.block_sizes, args.draft_windows):
-                modes = [mode for mode in args.modes if mode != "none"]
-                units.append([candidate(mode, pair, backend, tp, block, window) for mode in modes])
+                unit = []
+                if "in-tree" in args.modes:
+                    unit.append(candidate("in-tree", pair, backend, tp, block, window))
+                if "ours" in args.modes:
+                    ways = itertools.product(args.trees, args.adaptive or [True])
+                    unit += [candidate("ours", pair, backend, tp, block, window, *way) for way in ways]
+                units.append(unit)
             if "none" in args.modes:
                 units.append([candidate("none", pairs[0], backend, tp)])
     return units
@@ -277,7 +279,6 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
         "requests": args.requests,
         "accept_length": args.accept_length,
-        "adaptive": args.adaptive,
         "chat_arguments": args.chat_arguments,
         "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
         if args.measure == "serving"
@@ -301,8 +302,14 @@ def positive(text: str) -> int:
     return number
 
 
-def window(text: str) -> int | None:
+def number_or_none(text: str) -> int | None:
     return None if text == "none" else positive(text)
+
+
+def yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text} is neither yes nor no")
+    return text == "yes"
 
 
 def rate(text: str) -> float | None:
@@ -329,7 +336,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--block-sizes", nargs="+", type=positive, default=[None], help="default: the drafter's")
     parser.add_argument(
-        "--draft-windows", nargs="+", type=window, default=[None], help="context tokens that drafters see; none: all"
+        "--draft-windows",
+        nargs="+",
+        type=number_or_none,
+        default=[None],
+        help="context tokens that drafters see; none: all",
+    )
+    parser.add_argument(
+        "--trees", nargs="+", type=number_or_none, default=[None], help="nodes of the trees of drafts; none: chains"
     )
     parser.add_argument("--measure", choices=list(_METHODS), default="requests")
     parser.add_argument("--repeats", type=positive, default=3)
@@ -351,7 +365,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
     )
-    parser.add_argument("--adaptive", action="store_true", help="serve with --speculative-adaptive")
+    parser.add_argument(
+        "--adaptive",
+        nargs="*",
+        type=yes_or_no,
+        default=[False],
+        help="serve with --speculative-adaptive; with `no yes` without it, too",
+    )
     parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
     parser.add_argument(
         "--together", type=positive, help="engines alive at a time; default: what 80 GB hold of an 8B model"

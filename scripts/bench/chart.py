@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 3
 # What identifies a line within a panel.
-_LINE = ("mode", "drafter", "block_size", "draft_window")
+_LINE = ("mode", "drafter", "block_size", "draft_window", "nodes", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def draw(results: Results, path: Path) -> None:
 def _draw_panel(axis: Axes, panel: Panel, y_label: str) -> None:
     drafters = {drafter for mode, drafter, *_ in panel.lines if mode != "none"}
     for line in sorted(panel.lines, key=_order):
-        mode, drafter, block_size, draft_window = line
+        mode, drafter, *how = line
         label = mode if len(drafters) < 2 else f"{mode} {short(drafter)}"
         xs, spreads = zip(*sorted(panel.lines[line].items()), strict=True)
         axis.errorbar(
             xs,
             [spread.median for spread in spreads],
             yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
-            label=label + drafting(block_size, draft_window),
+            label=label + drafting(*how),
             marker="o",
             capsize=3,
         )
@@ -111,5 +111,5 @@ def _draw_panel(axis: Axes, panel: Panel, y_label: str) -> None:
 
 
 def _order(line: tuple) -> tuple:
-    mode, drafter, block_size, draft_window = line
-    return MODES.index(mode), str(drafter), block_size or 0, draft_window or 0
+    mode, drafter, *how = line
+    return MODES.index(mode), str(drafter), *(number or 0 for number in how)

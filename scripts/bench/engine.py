@@ -30,6 +30,8 @@ APIS = ("sglang", "sglang-oai-chat")
 
 # Length of the short answer that a long one is compared with.
 _SHORT_TOKENS = 64
+# For every position of a tree.
+_CANDIDATES = 8
 # Room for the blocks in flight, per request.
 SPARE_TOKENS = 128
 
@@ -42,6 +44,8 @@ class Configuration:
         drafter: None without speculation.
         block_size: None without speculation, or where it is the drafter's own.
         draft_window: context tokens that the drafter sees; None without speculation, or for all.
+        nodes: of a tree of drafts; None: they are chains.
+        adaptive: whether the worker gets `--speculative-adaptive`.
     """
 
     mode: str
@@ -51,16 +55,20 @@ class Configuration:
     tp: int = 1
     block_size: int | None = None
     draft_window: int | None = None
+    nodes: int | None = None
+    adaptive: bool = False
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.backend}, tp {self.tp}{drafting(self.block_size, self.draft_window)}"
+        drafts = drafting(self.block_size, self.draft_window, self.nodes, self.adaptive)
+        return f"{self.mode}, {self.backend}, tp {self.tp}{drafts}"
 
 
-def drafting(block_size: int | None, draft_window: int | None) -> str:
+def drafting(block_size: int | None, draft_window: int | None, nodes: int | None, adaptive: bool) -> str:
     """How a configuration drafts, to stand behind its name: nothing where it is the drafter's own way."""
     block = "" if block_size is None else f", block {block_size}"
     window = "" if draft_window is None else f", window {draft_window}"
-    return block + window
+    tree = "" if nodes is None else f", tree {nodes}"
+    return block + window + tree + (", adaptive" if adaptive else "")
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,6 @@ class Workload:
         plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
         requests: "requests" and "serving": answers per measurement; None: 4 per client.
         accept_length: simulated; None: the drafter's own.
-        adaptive: whether workers get `--speculative-adaptive`, which the in-tree one ignores.
         chat_arguments: for the chat template of the target's tokenizer.
         serving: None unless "serving" is measured.
     """
@@ -121,7 +128,6 @@ class Workload:
     plain_tokens: int
     requests: int | None
     accept_length: float | None
-    adaptive: bool
     chat_arguments: dict
     serving: Serving | None = None
 
@@ -203,7 +209,10 @@ def engine_arguments(
     if configuration.mode != "none":
         arguments["speculative_algorithm"] = "DFLASH"
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
-        arguments["speculative_adaptive"] = workload.adaptive
+        arguments["speculative_adaptive"] = configuration.adaptive
+        if configuration.nodes is not None:
+            arguments["speculative_eagle_topk"] = _CANDIDATES
+            arguments["speculative_num_draft_tokens"] = configuration.nodes
         if configuration.block_size is not None:
             arguments["speculative_dflash_block_size"] = configuration.block_size
         if configuration.draft_window is not None:

@@ -15,7 +15,7 @@ from bench.engine import MODES
 
 # What identifies a figure; the runs that share it are its repeats.
 KEY = (
-    *("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window"),
+    *("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window", "nodes", "adaptive"),
     *("prompts", "concurrency", "request_rate"),
 )
 # What a speed-up is taken within: modes are compared where this is the same.
@@ -78,8 +78,10 @@ class Results:
                     "another --out."
                 )
             self.commands = saved["commands"]
-            # Files in which no rates were measured do not name them.
-            self.runs = [{"request_rate": None} | run for run in saved["runs"]]
+            # Files in which no rates and no trees were measured do not name them; whether rows were adaptive was the
+            # same for a whole file.
+            others = {"request_rate": None, "nodes": None, "adaptive": saved["setup"].get("adaptive", False)}
+            self.runs = [others | run for run in saved["runs"]]
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -124,7 +126,9 @@ def table(results: Results) -> list[str]:
     figures = results.repeats()
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
     has_rates = any(run["request_rate"] is not None for run in results.runs)
-    titles = ["drafter", "attention", "tp", "block", "window", "prompts", "concurrency"]
+    has_trees, has_adaptive = (any(run[name] for run in results.runs) for name in ("nodes", "adaptive"))
+    titles = ["drafter", "attention", "tp", "block", "window"]
+    titles += ["tree"] * has_trees + ["adaptive"] * has_adaptive + ["prompts", "concurrency"]
     titles += ["arrivals/s"] * has_rates + ["served by"]
     titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
@@ -137,6 +141,7 @@ def table(results: Results) -> list[str]:
             if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
         }
         cells = [short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
+        cells += [run["nodes"] or ""] * has_trees + ["yes" if run["adaptive"] else ""] * has_adaptive
         cells += [run["prompts"], run["concurrency"]]
         cells += [run["request_rate"] or ""] * has_rates + [run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
@@ -146,7 +151,8 @@ def table(results: Results) -> list[str]:
 
 
 def _comparable(run: dict, base: dict) -> bool:
-    """Whether a speed-up of `run` over `base` means anything: only "none" has no drafter to be the same."""
+    """Whether a speed-up of `run` over `base` means anything: only "none" has no drafter to be the same, and in-tree
+    has nothing but chains of whole blocks."""
     names = _PLACE if base["mode"] == "none" else (*_PLACE, "drafter", "block_size", "draft_window")
     return run["mode"] != "none" and _part(run, names) == _part(base, names)
 
@@ -163,6 +169,8 @@ def _order(run: dict) -> tuple:
         str(run["drafter"]),
         run["block_size"] or 0,
         run["draft_window"] or 0,
+        run["nodes"] or 0,
+        run["adaptive"],
     )
 
 

@@ -209,7 +209,19 @@ def test_servers_have_room_for_their_clients():
 @pytest.mark.parametrize("measure", ["requests", "decode", "serving"])
 def test_arguments_are_those_of_sglang(measure):
     """Of engines and, as flags, of servers."""
-    lengths = ("--draft-windows", "4096", "--block-sizes", "8", "--concurrency", "1", "4", "--adaptive", "--no-chart")
+    lengths = (
+        "--draft-windows",
+        "4096",
+        "--block-sizes",
+        "8",
+        "--trees",
+        "32",
+        "--concurrency",
+        "1",
+        "4",
+        "--adaptive",
+        "--no-chart",
+    )
     flags = ("--device", "cuda", "--pairs", "small", "--measure", measure, *lengths)
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -255,6 +255,8 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
         "tp": 1,
         "block_size": None,
         "draft_window": None,
+        "nodes": None,
+        "adaptive": False,
         "prompts": "512 tokens",
         "concurrency": 8,
         "request_rate": None,
@@ -416,7 +418,7 @@ def test_arrivals_have_a_column_and_a_panel(tmp_path):
     for rate, tokens in ((4.0, 40.0), (None, 100.0), (16.0, 90.0)):
         results.add_round(runs_of("ours", [tokens], request_rate=rate), "command")
 
-    line = ("ours", "org/drafter", None, None)
+    line = ("ours", "org/drafter", None, None, None, False)
     points = {4.0: Spread(40, 40, 40), 16.0: Spread(90, 90, 90)}
     assert [row.split("|")[8].strip() for row in table(results)] == ["arrivals/s", "---", "4.0", "16.0", ""]
     assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
@@ -440,7 +442,7 @@ def test_a_chart_has_a_panel_along_every_axis(tmp_path):
         runs_of("ours", [120.0], concurrency=16) + runs_of("ours", [70.0], prompts="64 tokens"), "command"
     )
 
-    line = ("ours", "org/drafter", None, None)
+    line = ("ours", "org/drafter", None, None, None, False)
     here = Spread(80, 60, 110)
     assert alone == [Panel("org/target, fa3, tp 1, 512 tokens", "concurrency", {line: {8: here}})]
     assert panels(results) == [
