@@ -426,11 +426,12 @@ def test_stop_regex_ends_where_re_finds_it(server):
     assert heavy["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-def test_every_parameter_and_field(server):
+def test_every_parameter_and_field(server, settings):
     bodies = systematic()
     assert len(bodies) > 1000
     random.Random(0).shuffle(bodies)
-    assert_answered(server, [(each,) for each in bodies])
+    # Most end before the scheduler, whose two ways of working hardly differ in the others.
+    assert_answered(server, [(each,) for each in (bodies if settings is OVERLAP else bodies[:200])])
 
 
 def test_prompts_bodies_and_paths(server):
