@@ -49,8 +49,8 @@ def log_probabilities(entries: list | None) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "num_rows"),
     [
-        (ADAPTIVE, {4, 8, 12, 16}),
-        (NOT_PADDED, {4, 8, 12, 16}),
+        (ADAPTIVE, {1, 4, 8, 12, 16}),
+        (NOT_PADDED, {1, 4, 8, 12, 16}),
         (TWO_RANKS, {16}),
         (TREES, {24}),
         (TREES_TWO_RANKS, {16}),
