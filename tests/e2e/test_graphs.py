@@ -27,7 +27,7 @@ TREES_TWO_RANKS = Settings(
     "graphs-trees-tp2", flags=(*FLAGS, ("tp-size", 2)), dflash_flags=trees(4), env=PLUGIN + TWO_CORES
 )
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
-# The plain rule accepts the first one's tokens; those of the others are overruled, two requests at a time.
+# The cycle chooses for the first one and for the last, which it draws; the others are overruled, two requests at a time.
 MIXED = [
     {},
     {"frequency_penalty": 0.5, "return_logprob": True, "top_logprobs_num": 2},
@@ -35,7 +35,8 @@ MIXED = [
     {"return_logprob": True, "token_ids_logprob": [5, 200]},
     {"regex": FUNCTIONS, "ignore_eos": False, "return_logprob": True, "top_logprobs_num": 1},
     {"min_new_tokens": 20, "stop_token_ids": [200], "ignore_eos": False},
-    {"temperature": 1e-4, "top_k": 2},
+    {"temperature": 1e-4, "top_k": 2, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1e-4, "top_p": 0.9},
 ]
 LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 

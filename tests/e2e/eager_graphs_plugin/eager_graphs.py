@@ -136,7 +136,7 @@ def register() -> None:
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import small_m_linear
     from sglang_dflash.settings import SETTINGS
-    from sglang_dflash.verify.sampler import sampler_bytes
+    from sglang_dflash.verify.sampler import BlockSampler, sampler_bytes
 
     empty = torch.empty
 
@@ -165,6 +165,8 @@ def register() -> None:
     SETTINGS.busy = 0
     # SGLang's sampler gets two requests of the tiny target at a time.
     SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
+    # The cycle draws, as on a GPU.
+    BlockSampler._draws_plainly = lambda sampler, info: info.sampling_seed is None
     # Of one or two blocks, as on a GPU for larger weights.
     small_m_linear.is_faster = lambda weight, num_columns: True
 
