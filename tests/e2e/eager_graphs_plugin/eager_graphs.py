@@ -54,11 +54,11 @@ class EagerBackend:
         forward, output, kept_as, kept = self._captured[key]
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             overwrite(output, forward())
-        new = self._runner._graphs[kept_as]
-        overwrite(kept.accepted, new.accepted)
-        # Of chains, the target's output.
-        if kept.hidden_states is not output.hidden_states:
-            kept.hidden_states.copy_(new.hidden_states)
+        settled, new = kept.settled, self._runner._graphs[kept_as].settled
+        overwrite(settled.accepted, new.accepted)
+        # Of chains, hidden states are the target's output, which has been overwritten.
+        if settled.hidden_states is not output.hidden_states:
+            overwrite(settled, new)
         self._runner._graphs[kept_as] = kept
         return output
 
@@ -132,6 +132,7 @@ def register() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
+    from sglang_dflash.cpu import packed_linear
     from sglang_dflash.engine import graphs
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import small_m_linear
@@ -169,6 +170,7 @@ def register() -> None:
     BlockSampler._draws_plainly = lambda sampler, info: info.sampling_seed is None
     # Of one or two blocks, as on a GPU for larger weights.
     small_m_linear.is_faster = lambda weight, num_columns: True
+    packed_linear.install = small_m_linear.install
 
     init_cuda_graphs = DFlashWorker.init_cuda_graphs
 

@@ -57,7 +57,7 @@ def register():
         finally:
             runner.decode_cuda_graph_runner = graphs
         target_tokens = cycle._choose(eager, block, in_shards=False)
-        accepted_again, _ = cycle._settle(same_block, eager, target_tokens)
+        accepted_again = cycle._settle(same_block, block, eager, target_tokens).accepted
         replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
         hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
         record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)
