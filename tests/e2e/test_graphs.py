@@ -22,7 +22,9 @@ NOT_PADDED = Settings(
 )
 TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES)
 # More nodes than a block has rows.
-TREES = Settings("graphs-trees", flags=FLAGS, dflash_flags=trees(8, 24), env=PLUGIN)
+TREES = Settings(
+    "graphs-trees", flags=FLAGS, dflash_flags=(*trees(8, 24), ("speculative-adaptive", True)), env=PLUGIN
+)
 TREES_TWO_RANKS = Settings(
     "graphs-trees-tp2", flags=(*FLAGS, ("tp-size", 2)), dflash_flags=trees(4), env=PLUGIN + TWO_CORES
 )
@@ -53,7 +55,7 @@ def log_probabilities(entries: list | None) -> list[float]:
         (ADAPTIVE, {1, 4, 8, 12, 16}),
         (NOT_PADDED, {1, 4, 8, 12, 16}),
         (TWO_RANKS, {16}),
-        (TREES, {24}),
+        (TREES, {1, 6, 12, 24}),
         (TREES_TWO_RANKS, {16}),
     ],
     ids=lambda value: value.name if isinstance(value, Settings) else "",
