@@ -16,7 +16,8 @@ def arguments(requests, depths, k, device, is_chain=None):
     logits *= torch.linspace(1, 9, requests, device=device)[:, None, None]
     seq_lens = torch.randint(0, 50, (requests,), device=device)
     return (
-        torch.randint(0, VOCAB, (requests,), device=device),
+        # A column of the blocks.
+        torch.randint(0, VOCAB, (requests, 3), device=device)[:, 0],
         torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous(),
         logits,
         logits.logsumexp(dim=-1) + torch.rand(requests, depths, device=device),

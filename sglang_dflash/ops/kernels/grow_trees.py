@@ -20,6 +20,7 @@ _WARP = 32
 @triton.jit
 def _grow_trees_kernel(
     bonus_tokens,
+    bonus_stride,
     candidates,
     logits,
     log_sums,
@@ -41,7 +42,7 @@ def _grow_trees_kernel(
     PLACE_BITS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    bonus = tl.load(bonus_tokens + request)
+    bonus = tl.load(bonus_tokens + request * bonus_stride)
     is_bush = tl.load(is_chain + request) == 0
     seq_len = tl.load(seq_lens + request)
     row = tl.load(req_pool_indices + request)
@@ -124,6 +125,7 @@ def grow_trees(
     assert num_nodes <= 64
     _grow_trees_kernel[(num_requests,)](
         bonus_tokens,
+        bonus_tokens.stride(0),
         candidates.contiguous(),
         logits.contiguous(),
         log_sums.contiguous(),

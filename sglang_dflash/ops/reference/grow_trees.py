@@ -53,7 +53,7 @@ def grow_trees(
     from the earliest node.
 
     Args:
-        bonus_tokens: [P] int64.
+        bonus_tokens: [P] int64; may be strided.
         candidates: [P, depths, K] int64, the tokens that may be at depth 1, 2, ..., the most probable first.
         logits: [P, depths, K] float32, theirs.
         log_sums: [P, depths] float32, what makes log probabilities of them when it is subtracted.
