@@ -27,7 +27,7 @@ TREES_TWO_RANKS = Settings(
     "graphs-trees-tp2", flags=(*FLAGS, ("tp-size", 2)), dflash_flags=trees(4), env=PLUGIN + TWO_CORES
 )
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
-# The cycle chooses for the first one and for the last, which it draws; the others are overruled, two requests at a time.
+# The cycle chooses for the first one, and draws for the last; the others are overruled, two requests at a time.
 MIXED = [
     {},
     {"frequency_penalty": 0.5, "return_logprob": True, "top_logprobs_num": 2},
