@@ -284,14 +284,19 @@ def generate(
     """Each answer without speculation, with DFLASH, and the cycles that it should have taken with what was drafted.
 
     Args:
+        folder: where the answers without speculation stay, for the next call with the same other arguments.
         num_nodes: of trees; None: chains are verified.
     """
     engine = write_pair(folder, name, dtype) | flags
     env = env | {"PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
     asked = requests()
     call = {key: [request[key] for request in asked] for key in ("input_ids", "sampling_params")}
-    [plain], described = run(folder, engine, [call | {"return_logprob": True, "top_logprobs_num": 2}], env)
-    assert described is None
+    kept = folder / "plain.json"
+    if not kept.exists():
+        [plain], described = run(folder, engine, [call | {"return_logprob": True, "top_logprobs_num": 2}], env)
+        assert described is None
+        kept.write_text(json.dumps(plain))
+    plain = json.loads(kept.read_text())
     drafted = [drafts(prompt, answer["output_ids"]) for prompt, answer in zip(call["input_ids"], plain)]
     (folder / "drafts.json").write_text(
         json.dumps([{"input_ids": p, "output_ids": d} for p, d in zip(call["input_ids"], drafted)])

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from oracle import Oracle
-from serving import ServerKeeper
+from serving import TREES_ON_A_GPU, ServerKeeper, Settings
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
@@ -25,6 +25,10 @@ def pytest_collection_modifyitems(items):
         marker = item.get_closest_marker("cpu")
         if marker is not None and torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(**marker.kwargs))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        settings = params.get("settings")
+        if torch.cuda.is_available() and isinstance(settings, Settings) and settings.num_nodes is not None:
+            item.add_marker(pytest.mark.skip(reason=TREES_ON_A_GPU))
 
 
 @pytest.hookimpl(wrapper=True)

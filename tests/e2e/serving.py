@@ -148,6 +148,9 @@ class Settings:
 SYNC = ("disable-overlap-schedule", True)
 
 
+TREES_ON_A_GPU = "servers of float32 on a GPU are deterministic ones, which verify no trees; see tests/gpu"
+
+
 def trees(num_candidates: int, num_nodes: int | None = None) -> tuple[tuple[str, int], ...]:
     """Flags of a server with DFLASH that verifies trees, of as many nodes as a block has rows if nothing is said."""
     flags = (("speculative-eagle-topk", num_candidates),)

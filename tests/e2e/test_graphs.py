@@ -23,13 +23,13 @@ NOT_PADDED = Settings(
 TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES)
 # More nodes than a block has rows.
 TREES = Settings(
-    "graphs-trees", flags=FLAGS, dflash_flags=(*trees(8, 24), ("speculative-adaptive", True)), env=PLUGIN
-)
-TREES_TWO_RANKS = Settings(
-    "graphs-trees-tp2", flags=(*FLAGS, ("tp-size", 2)), dflash_flags=trees(4), env=PLUGIN + TWO_CORES
+    "graphs-trees-tp2",
+    flags=(*FLAGS, ("tp-size", 2)),
+    dflash_flags=(*trees(8, 24), ("speculative-adaptive", True)),
+    env=PLUGIN + TWO_CORES,
 )
 PLAIN = Settings("graphs-plain", plain_flags=(SYNC,))
-# The cycle chooses for the first one and for the last, which it draws; the others are overruled, two requests at a time.
+# The cycle chooses for the first one, and draws for the last; the others are overruled, two requests at a time.
 MIXED = [
     {},
     {"frequency_penalty": 0.5, "return_logprob": True, "top_logprobs_num": 2},
@@ -56,7 +56,6 @@ def log_probabilities(entries: list | None) -> list[float]:
         (NOT_PADDED, {1, 4, 8, 12, 16}),
         (TWO_RANKS, {16}),
         (TREES, {1, 6, 12, 24}),
-        (TREES_TWO_RANKS, {16}),
     ],
     ids=lambda value: value.name if isinstance(value, Settings) else "",
 )
@@ -83,4 +82,4 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
     assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
-    assert ("in shards" in log) == (settings in (TWO_RANKS, TREES_TWO_RANKS))
+    assert ("in shards" in log) == (settings in (TWO_RANKS, TREES))

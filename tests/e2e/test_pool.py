@@ -9,7 +9,13 @@ DEFAULT = Settings("default")
 SMALL_POOLS = [
     Settings("small-pool", flags=SMALL_POOL, env=RETRACT),
     Settings("small-pool-page16-sync", flags=(*SMALL_POOL, ("page-size", 16), SYNC), env=RETRACT),
-    Settings("small-pool-trees", flags=SMALL_POOL, dflash_flags=trees(8, 24), env=RETRACT),
+    # Requests hold slots for more nodes than a path has.
+    Settings(
+        "small-pool-trees",
+        flags=SMALL_POOL,
+        dflash_flags=(*trees(4, 10), ("speculative-dflash-block-size", 5)),
+        env=RETRACT,
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ SIMULATED = (("SGLANG_SIMULATE_ACC_LEN", "4"),)
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings("simulated", env=SIMULATED), Settings("simulated-trees", dflash_flags=trees(8, 24), env=SIMULATED)],
+    [Settings("simulated", env=SIMULATED), Settings("simulated-trees", dflash_flags=trees(4, 8), env=SIMULATED)],
     indirect=True,
     ids=str,
 )

@@ -13,3 +13,5 @@ ENGINE = {"device": "cpu", "attention_backend": "torch_native", "max_total_token
 @pytest.mark.parametrize("name", ["qwen3_vl"])
 def test_exact(name, tmp_path):
     assert_exact(generate(tmp_path, name, "float32", ENGINE, DEVICE_ENV))
+    # Trees of more nodes than a block has rows.
+    assert_exact(generate(tmp_path, name, "float32", ENGINE, DEVICE_ENV, num_nodes=24))

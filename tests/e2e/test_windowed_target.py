@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from serving import Settings, trees
+from serving import TREES_ON_A_GPU, Settings, trees
 from transformers import AutoModelForCausalLM
 from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
@@ -21,7 +21,10 @@ def layout(name: str, *flags: tuple, dflash_flags: tuple = ()) -> tuple:
 
 LAYOUTS = [
     layout("windowed", ("chunked-prefill-size", 128)),
-    layout("windowed-trees", ("chunked-prefill-size", 128), dflash_flags=trees(4, 20)),
+    pytest.param(
+        layout("windowed-trees", ("chunked-prefill-size", 128), dflash_flags=trees(4, 20)),
+        marks=pytest.mark.cpu(reason=TREES_ON_A_GPU),
+    ),
     layout("windowed-page16-sync", ("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
 ]
 

@@ -38,6 +38,21 @@ def test_exact(name, tmp_path):
 def test_up_to_ties(name, backend, tmp_path):
     answers = generate(tmp_path, name, "bfloat16", ENGINE | {"attention_backend": backend}, {})
     report(f"{name}, bf16 on {backend}", answers)
+    assert_up_to_ties(name, answers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TARGETS)
+def test_trees_up_to_ties(name, tmp_path):
+    """More nodes than a block has rows. The backend is that of prompts alone."""
+    backend = (*TARGETS[name].backends, "triton")[0]
+    answers = generate(tmp_path, name, "bfloat16", ENGINE | {"attention_backend": backend}, {}, num_nodes=24)
+    report(f"{name}, bf16 on {backend}, trees", answers)
+    assert_up_to_ties(name, answers)
+
+
+def assert_up_to_ties(name: str, answers: list[tuple[dict, dict, int]]) -> None:
+    """Answers without speculation, with DFLASH, and the cycles that they should have taken."""
     tie = TIE_OF_EXPERTS if TARGETS[name].has_experts else TIE
     for plain, got, cycles in answers:
         differs = first_difference(plain, got)
