@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         if has_trees and self.target_worker.model_runner.model_config.model_is_mrope:
             # SGLang makes other positions of them, to which the nodes' depths are added.
-            torch.repeat_interleave(block.seq_lens, width, out=rows.positions)
+            rows.positions.view(bs, width).copy_(block.seq_lens[:, None])
         batch.spec_info = DFlashVerifyInput(
             draft_token=rows.input_ids,
             positions=rows.positions,

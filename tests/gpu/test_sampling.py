@@ -105,3 +105,15 @@ def test_distribution_without_overlap(pair, tmp_path):
     answers, _ = run(tmp_path, pair | ENGINE | {"disable_overlap_schedule": True}, calls)
 
     check("temperature 1", answers[0])
+
+
+@pytest.mark.gpu
+def test_distribution_of_trees(pair, tmp_path):
+    names = ["temperature 1", "top_k and top_p"]
+    trees = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
+    calls = [call(name, NUM_CHAINS, CHAIN_LENGTH) for name in names]
+    answers, described = run(tmp_path, pair | ENGINE | trees, calls)
+
+    assert (described["block_size"], described["verified_rows"]) == (4, 8)
+    for name, of_one in zip(names, answers, strict=True):
+        check(name, of_one)
