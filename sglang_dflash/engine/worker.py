@@ -349,7 +349,9 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def spec_v2_attn_backends(self) -> tuple:
         """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
-        backends = (self.target_worker.model_runner.attn_backend, self.draft_model_runner.attn_backend)
+        backends = [self.draft_model_runner.attn_backend]
+        if self._tree_attention is None:
+            backends.append(self.target_worker.model_runner.attn_backend)
         return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
 
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
