@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -80,6 +81,14 @@ class _Eager:
 
     def send_drafts(self, block_tokens: torch.Tensor) -> GrammarTree | None:
         return GrammarTree.from_linear_chain(block_tokens) if self.has_grammar else None
+
+
+@cache
+def _log_chains() -> None:
+    logger.info(
+        "Requests with grammars, penalties, biases, processors, log probabilities or seeds, or with all three filters, "
+        "are verified in chains, not in trees: what is applied to their logits depends on the tokens before each."
+    )
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -238,6 +247,7 @@ class DFlashWorker(BaseSpecWorker):
                 rows = Block.empty(bs, width, self.device)
         is_chain = None
         if has_trees and overruled:
+            _log_chains()
             is_chain = [0] * bs
             for place in overruled:
                 is_chain[place] = 1

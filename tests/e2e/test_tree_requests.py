@@ -19,6 +19,8 @@ def test_everything_in_one_batch(pair, prompts):
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
 
+    assert pair.dflash.log().count("are verified in chains, not in trees") == 1
+
 
 def test_hidden_states(pair, prompts):
     """Of the tokens of accepted paths, wherever their nodes were; and of chains."""
