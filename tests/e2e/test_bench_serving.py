@@ -26,7 +26,6 @@ def test_bench_serving(pair, api):
         plain_tokens=0,
         requests=NUM_REQUESTS,
         accept_length=None,
-        adaptive=False,
         chat_arguments={},
         serving=Serving(api, [None], context_tokens=512, own_lengths=False, prefill_graphs=False),
     )
