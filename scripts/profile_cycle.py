@@ -48,7 +48,6 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
         plain_tokens=0,
         requests=None,
         accept_length=args.accept_length,
-        adaptive=False,
         chat_arguments={},
     )
     return pack(
