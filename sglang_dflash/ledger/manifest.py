@@ -422,7 +422,14 @@ USES = (
             "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
             "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
             "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
-            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
+        ),
+    ),
+    Use(
+        "engine/tree_cycle.py",
+        "adds depths to the positions that SGLang makes of the roots'",
+        (
+            f"{_FORWARD_BATCH}.compute_spec_mrope_positions",
+            f"{_FORWARD_BATCH}.mrope_positions",
         ),
     ),
     Use(

@@ -335,6 +335,7 @@ FINGERPRINTS = {
     'sglang.srt.model_executor.forward_batch_info.ForwardBatch._attn_output': 'dedd3ac9a669bc80',
     'sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions': '12b932ddeafd608f',
     'sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new': '2c6c6840f20ee0c2',
+    'sglang.srt.model_executor.forward_batch_info.ForwardBatch.mrope_positions': '2fb3b2ef9a699d23',
     'sglang.srt.model_executor.forward_batch_info.ForwardBatch.seq_lens': '1f6557ac47286d23',
     'sglang.srt.model_executor.graph_shared_output.GraphSharedOutput': '2c70940736bb6bb1',
     'sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls': '9b50278a46a60e4a',

@@ -111,10 +111,9 @@ def test_blocks_of_trees(block_size):
     assert message.startswith(f"--speculative-dflash-block-size {block_size}:")
 
 
-@pytest.mark.parametrize("flag", ["speculative_adaptive", "enable_deterministic_inference"])
-def test_what_trees_do_not_go_with(flag):
-    message = refusal(speculative_eagle_topk=8, **{flag: True})
-    assert message.startswith(f"--{flag.replace('_', '-')} with --speculative-eagle-topk 8 is not supported:")
+def test_what_trees_do_not_go_with():
+    message = refusal(speculative_eagle_topk=8, enable_deterministic_inference=True)
+    assert message.startswith("--enable-deterministic-inference with --speculative-eagle-topk 8 is not supported:")
 
 
 # Values that SGLang itself lets through to the point where speculation is resolved.

@@ -34,10 +34,14 @@ INSTALLED = Source.installed()
 PACKAGE = Path(sglang_dflash.__file__).parent
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-# Private names of others, and what is changed of theirs: FlashInfer's wrappers, transformers' configs, tokenizers.
+# Private names of others, and what is changed of theirs: FlashInfer's wrappers, transformers' configs and caches,
+# tokenizers, torch, named tuples.
 FLASHINFERS = {"_plan_info", "_int_workspace_buffer", "_float_workspace_buffer", "_pin_memory_int_workspace_buffer"}
 FLASHINFERS |= {"_cached_module", "run"}
 FOREIGN = FLASHINFERS | {"_name_or_path", "pre_tokenizer", "decoder"}
+FOREIGN |= {"_reorder_linear_weight", "_linear_pointwise", "_replace", "keys", "values"}
+# Of a class of ours that extends one of SGLang's.
+FOREIGN |= {"trees"}
 
 
 # --- what is recorded -----------------------------------------------------------------------------------------------
