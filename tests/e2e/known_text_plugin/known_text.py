@@ -45,6 +45,8 @@ class KnownText:
 
     def write(self, rows: torch.Tensor, batch) -> None:
         """rows [bs, W] int64: all but the first token of each are replaced."""
+        if rows.shape[1] == 1:
+            return
         positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
         known = self.table[batch.req_pool_indices[:, None], positions]
         columns = torch.arange(rows.shape[1], device=rows.device)
