@@ -61,7 +61,7 @@ def log_probabilities(entries: list | None) -> list[float]:
 )
 def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     pair = keeper.pair(settings, plain=PLAIN)
-    requests = various_requests([*mixed_prompts, *prompts[:24]])
+    requests = various_requests([*mixed_prompts, *prompts[:8]])
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
     # Cycles of greedy requests alone.
