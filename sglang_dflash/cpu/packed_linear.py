@@ -46,30 +46,25 @@ class _Packed:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
 
 
-def _is_packed(x: torch.Tensor) -> bool:
-    return x.dim() == 2 and MIN_ROWS <= x.shape[0] <= MAX_ROWS
+class _PackedMethod:
+    """Before a method of SGLang's among the bases of a class: what that does with few rows, by packed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed = _Packed()
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dim() == 2 and MIN_ROWS <= x.shape[0] <= MAX_ROWS:
+            return self._packed.multiply(x, layer.weight, bias)
+        return super().apply(layer, x, bias)
 
 
-class PackedLinearMethod(UnquantizedLinearMethod):
+class PackedLinearMethod(_PackedMethod, UnquantizedLinearMethod):
     """Of a linear layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._packed = _Packed()
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._packed.multiply(x, layer.weight, bias) if _is_packed(x) else super().apply(layer, x, bias)
-
-
-class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
+class PackedEmbeddingMethod(_PackedMethod, UnquantizedEmbeddingMethod):
     """Of an lm_head, tied to the embedding or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._packed = _Packed()
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._packed.multiply(x, layer.weight, bias) if _is_packed(x) else super().apply(layer, x, bias)
 
 
 def install(model: nn.Module) -> None:
