@@ -248,10 +248,8 @@ class DFlashWorker(BaseSpecWorker):
         is_chain = None
         if has_trees and overruled:
             _log_chains()
-            is_chain = [0] * bs
-            for place in overruled:
-                is_chain[place] = 1
-            is_chain = async_h2d(is_chain, dtype=torch.int64, device=self.device)
+            chains = set(overruled)
+            is_chain = async_h2d([i in chains for i in range(bs)], dtype=torch.int64, device=self.device)
         ops.prepare_block(
             bonus_tokens=draft_input.bonus_tokens,
             seq_lens=batch.seq_lens,
