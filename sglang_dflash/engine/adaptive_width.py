@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Protocol
@@ -45,13 +45,27 @@ class Gains(Protocol):
         """Committed tokens per request of a cycle with 1, 2, ... rows."""
 
 
+class _Rates:
+    """How often things were accepted of the times that they were tried, the last times most. All are taken to be worth
+    it until they are known not to be."""
+
+    def __init__(self, count: int) -> None:
+        self._tried, self._accepted = ([1.0] * count for _ in range(2))
+
+    def add(self, j: int, tried: int, accepted: int) -> None:
+        self._tried[j] = SETTINGS.decay * self._tried[j] + tried
+        self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
+
+    def __iter__(self) -> Iterator[float]:
+        return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+
+
 class ChainGains:
     """Of the drafts of a block, each of which is accepted behind accepted ones only."""
 
     def __init__(self, block_size: int) -> None:
-        # Of draft j - 1, how often it was verified behind accepted ones, and how often it was accepted. Whole blocks
-        # are taken to be worth it until they are known not to be.
-        self._tried, self._accepted = ([1.0] * (block_size - 1) for _ in range(2))
+        # Of the drafts, where those before them were accepted.
+        self._rates = _Rates(block_size - 1)
 
     def learn(self, width: int, result: Sequence[int]) -> None:
         """`result`: accepted drafts of each request."""
@@ -59,12 +73,10 @@ class ChainGains:
         # Blocks with at least 0, 1, ... accepted drafts.
         reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._tried[j] = SETTINGS.decay * self._tried[j] + tried
-            self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
+            self._rates.add(j, tried, accepted)
 
     def expected_tokens(self) -> list[float]:
-        rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
-        return list(accumulate(accumulate((1.0, *rates), mul)))
+        return list(accumulate(accumulate((1.0, *self._rates), mul)))
 
 
 class TreeGains:
@@ -72,17 +84,16 @@ class TreeGains:
     one, so a node's own rate of acceptance is what it adds to a tree that ends with it."""
 
     def __init__(self, num_nodes: int) -> None:
-        # As in `ChainGains`, by node; the root is always accepted.
-        self._tried, self._accepted = ([1.0] * num_nodes for _ in range(2))
+        # The root is always accepted.
+        self._rates = _Rates(num_nodes)
 
     def learn(self, width: int, result: Sequence[int]) -> None:
         """`result`: for each node the number of requests that accepted it; of the root, all that have a tree."""
         for j in range(width):
-            self._tried[j] = SETTINGS.decay * self._tried[j] + result[0]
-            self._accepted[j] = SETTINGS.decay * self._accepted[j] + result[j]
+            self._rates.add(j, result[0], result[j])
 
     def expected_tokens(self) -> list[float]:
-        return list(accumulate(accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)))
+        return list(accumulate(self._rates))
 
 
 class MeasuredCost:
