@@ -132,7 +132,7 @@ def test_fewer_rows_verified(backend, plain, tmp_path):
     same = count_identical(varied(plain["results"]), dflash["results"], TIE)
     print(f"\n{backend}: {same} of {len(plain['results'])} identical, {dflash['worker']['blocks_by_verified_rows']}")
     widths = {(cycle["bs"], cycle["width"]) for cycle in cycles}
-    assert widths == {(bs, width) for bs in range(1, 9) for width in (4, 8, 12, 16)}
+    assert widths == {(bs, width) for bs in range(1, 9) for width in (1, 4, 8, 12, 16)}
     assert all(cycle["replayed"] for cycle in cycles)
 
 

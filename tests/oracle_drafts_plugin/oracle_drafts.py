@@ -59,15 +59,23 @@ def _scale(model: torch.nn.Module, name: str, shape: torch.Size) -> float:
 
 
 class Drafts:
-    """The tokens to draft at every position of every request, in rows like those of `req_to_token`."""
+    """The tokens to draft at every position of every request, in rows like those of `req_to_token`.
 
-    def __init__(self, path: str) -> None:
-        requests = json.loads(Path(path).read_text())
+    Args:
+        requests: as `ORACLE_DRAFTS` has them.
+        logits: [W - 1, k], as `ORACLE_CANDIDATES` has them, of a server that verifies trees.
+    """
+
+    def __init__(self, requests: list[dict], logits: list[list[float]] | None) -> None:
+        self._logits = None if logits is None else torch.tensor(logits)
         self._texts = {tuple(r["input_ids"]): r["input_ids"] + r["output_ids"] for r in requests}
         self.table: torch.Tensor | None = None
 
     def allocate(self, req_to_token: torch.Tensor) -> None:
         self.table = torch.zeros_like(req_to_token, dtype=torch.int64)
+        # Not later, as graphs that are captured cannot copy from the CPU.
+        if self._logits is not None:
+            self._logits = self._logits.to(req_to_token.device)
 
     def begin(self, req) -> None:
         """A request is about to be prefilled."""
@@ -85,14 +93,14 @@ class Drafts:
         rows[:, 1:] = self.at(batch)
         return rows
 
-    def candidates(self, block, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `DraftHead.candidates`; logits [W - 1, k]. None but the token to draft is less than 2 away from it."""
+    def candidates(self, block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `DraftHead.candidates`. None but the token to draft is less than 2 away from it."""
         tokens = self.at(block)[:, :, None]
-        bs, depths, k = *tokens.shape[:2], logits.shape[1]
+        bs, depths, k = *tokens.shape[:2], self._logits.shape[1]
         ranks = torch.arange(k, device=tokens.device)
         own = block.positions.view(bs, -1)[:, 1:, None] % RANKS
         tokens = torch.where(ranks == own, tokens, (tokens + 2 + ranks) % VOCAB_SIZE)
-        logits = logits[:depths].expand(bs, -1, -1).contiguous()
+        logits = self._logits[:depths].expand(bs, -1, -1).contiguous()
         return tokens, logits, logits.logsumexp(dim=-1)
 
 
@@ -113,6 +121,10 @@ def keep_whole_windows() -> None:
     TritonAttnBackend.__init__ = with_whole_windows
 
 
+def _read(path: str | None) -> list | None:
+    return None if path is None else json.loads(Path(path).read_text())
+
+
 def register() -> None:
     from sglang.srt.model_loader import loader
 
@@ -124,7 +136,7 @@ def register() -> None:
     from sglang_dflash.engine.cycle import DecodeCycle
     from sglang_dflash.engine.worker import DFlashWorker
 
-    drafts = Drafts(DRAFTS)
+    drafts = Drafts(_read(DRAFTS), _read(CANDIDATES))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
 
     def allocate(worker, *args, **kwargs):
@@ -144,11 +156,10 @@ def register() -> None:
         return
     from sglang_dflash.engine.tree_cycle import TreeCycle
 
-    draft_trees, logits = TreeCycle._draft, torch.tensor(json.loads(Path(CANDIDATES).read_text()))
+    draft_trees = TreeCycle._draft
 
     def draft_from(cycle, batch, block, forwards):
-        of_block = logits.to(block.positions.device)
-        cycle._head.candidates = lambda hidden_states, bs: drafts.candidates(block, of_block)
+        cycle._head.candidates = lambda hidden_states, bs: drafts.candidates(block)
         return draft_trees(cycle, batch, block, forwards)
 
     TreeCycle._draft = draft_from
