@@ -111,6 +111,34 @@ SHAPES = {
         "sliding_window": 2048,
         "use_sliding_window": True,
     },
+    # Every layer has experts.
+    "qwen3-30b-a3b": _QWEN3_8B
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    },
+    "qwen3-30b-a3b-dflash": _QWEN3_8B_DFLASH
+    | {
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 12, 23, 34, 45]},
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "layer_types": ["full_attention"] * 8,
+        "max_window_layers": 8,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "num_target_layers": 48,
+    },
     # So few target layers that a long context shows in the drafter's.
     "shallow": _QWEN3_8B | {"num_hidden_layers": 6, "max_window_layers": 6},
     "shallow-dflash": _QWEN3_8B_DFLASH
@@ -183,6 +211,7 @@ PAIRS = {
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
     "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
+    "qwen3-30b-a3b": Pair("qwen3-30b-a3b", "qwen3-30b-a3b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
     "qwen3.5-9b": Pair("qwen3.5-9b", "qwen3.5-9b-dflash", is_dummy=True, accept_length=5, share=(0.8, 0.5)),
     "qwen3.5-27b": Pair("qwen3.5-27b", "qwen3.5-27b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
     "qwen3.5-35b-a3b": Pair(
