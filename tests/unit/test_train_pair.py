@@ -11,6 +11,7 @@ import train_pair
 from smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
 from training import smollm2
 from training.loop import TrainSettings
+from training.smollm2 import evaluation
 from training.smollm2.conversations import template_tokens
 from training.smollm2.decoder import Rows
 from training.smollm2.llama import Llama
@@ -132,6 +133,12 @@ def test_measured_cycles_are_those_of_the_batch_1_algorithm(trained, target):
         assert result["tokens"] == len(output.tokens) - 1
         assert result["cycles"] == len(output.accept_lengths)
         lengths += output.accept_lengths
+        for num_nodes, (tokens_per_cycle, _) in result["of_trees"].items():
+            trees = {"num_nodes": int(num_nodes), "num_candidates": evaluation.CANDIDATES}
+            output = dflash_generate(
+                target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,), **trees
+            )
+            assert tokens_per_cycle == pytest.approx(result["tokens"] / len(output.accept_lengths), abs=1e-3)
     assert max(lengths) > 1
 
 

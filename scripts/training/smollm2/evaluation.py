@@ -22,10 +22,14 @@ from training.smollm2.decoder import Rows, run_steps, sample
 from training.smollm2.llama import Llama, head_logits
 from training.smollm2.prompts import make_prompts
 from training.smollm2.settings import TURN_END_ID, Settings
+from training.trees import num_correct_in_trees
 
 # Sequences that are drafted at once.
 BATCH = 4
 TOP = (1, 2, 4, 8)
+# Nodes of trees that have room for a whole block, of so many candidates at each depth; blocks whose trees are grown at
+# once.
+TREES, CANDIDATES, TREE_BATCH = (16, 32, 64), 8, 256
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,12 @@ def run(settings: Settings) -> None:
 class Measured:
     """Of some prompts: tokens and cycles per prompt, how many cycles committed what, and the drafter's ranking.
 
-    `hits` [len(TOP), B - 1]: how often the right token was among the first so many, at each depth; `num` [B - 1].
+    `cycles` are of chains and of each size of trees in turn. `hits` [len(TOP), B - 1]: how often the right token was
+    among the first so many, at each depth; `num` [B - 1].
     """
 
     tokens: list[int]
-    cycles: list[int]
+    cycles: list[list[int]]
     lengths: Counter
     hits: Tensor
     num: Tensor
@@ -159,44 +164,57 @@ def measure_batch(
     lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, num_tokens)
     depths = torch.arange(1, block_size, device=tokens.device)
     counts = torch.arange(num_tokens, device=tokens.device)[:, None] + depths < lengths[:, None, None]
-    num_correct = ((ranks == 0) & counts).cumprod(-1).sum(-1)
+    num_correct = [((ranks == 0) & counts).cumprod(-1).sum(-1)]
+    own_labels = labels.masked_fill(~counts, -1).flatten(0, 1)
+    for num_nodes in TREES:
+        parts = zip(logits.flatten(0, 1).split(TREE_BATCH), own_labels.split(TREE_BATCH), strict=True)
+        of_trees = [num_correct_in_trees(*part, num_nodes, CANDIDATES) for part in parts]
+        num_correct.append(torch.cat(of_trees).view_as(num_correct[0]))
     found.num += counts.sum((0, 1)).cpu()
     for i, top in enumerate(TOP):
         found.hits[i] += ((ranks < top) & counts).sum((0, 1)).cpu()
-    for length, correct in zip(lengths.tolist(), num_correct.tolist(), strict=True):
-        walk(length, correct, found)
+    for length, *correct in zip(lengths.tolist(), *(c.tolist() for c in num_correct), strict=True):
+        if length < 2:
+            continue
+        found.tokens.append(length - 1)
+        committed = [walk(length, of_kind) for of_kind in correct]
+        found.cycles.append([len(of_kind) for of_kind in committed])
+        found.lengths.update(committed[0])
 
 
-def walk(length: int, num_correct: list[int], found: Measured) -> None:
-    """Cycles over `length` tokens, of which the prefill gives the first; `num_correct` drafts at each of them."""
-    if length < 2:
-        return
-    at, cycles = 0, 0
+def walk(length: int, num_correct: list[int]) -> list[int]:
+    """What the cycles over `length` tokens commit, of which the prefill gives the first; `num_correct` drafts at each
+    of them."""
+    at, committed = 0, []
     while at < length - 1:
-        committed = min(num_correct[at] + 1, length - 1 - at)
-        found.lengths[committed] += 1
-        at += committed
-        cycles += 1
-    found.tokens.append(length - 1)
-    found.cycles.append(cycles)
+        committed.append(min(num_correct[at] + 1, length - 1 - at))
+        at += committed[-1]
+    return committed
 
 
 def summarize(parts: list[Measured]) -> dict:
     """Tokens per cycle with the standard error over prompts, and the rest of :class:`Measured`, of all processes."""
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
     cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
-    mean = tokens.sum() / cycles.sum()
-    spread = (tokens - mean * cycles).square().sum() * len(tokens) / max(1, len(tokens) - 1)
+    (mean, error), *of_trees = (ratio(tokens, of_kind) for of_kind in cycles.T)
     hits, num = sum(part.hits for part in parts), sum(part.num for part in parts)
     return {
         "prompts": len(tokens),
         "tokens": int(tokens.sum()),
-        "cycles": int(cycles.sum()),
-        "tokens_per_cycle": round(float(mean), 3),
-        "standard_error": round(float(spread.sqrt() / cycles.sum()), 3),
+        "cycles": int(cycles[:, 0].sum()),
+        "tokens_per_cycle": mean,
+        "standard_error": error,
+        "of_trees": {str(num_nodes): list(of_kind) for num_nodes, of_kind in zip(TREES, of_trees, strict=True)},
         "cycles_that_commit": dict(sorted(sum((part.lengths for part in parts), Counter()).items())),
         "right_token_in_first": {
             str(top): [round(share, 3) for share in (of_top / num.clamp(min=1)).tolist()]
             for top, of_top in zip(TOP, hits, strict=True)
         },
     }
+
+
+def ratio(tokens: Tensor, cycles: Tensor) -> tuple[float, float]:
+    """All tokens over all cycles, of each prompt, and its standard error."""
+    mean = tokens.sum() / cycles.sum()
+    spread = (tokens - mean * cycles).square().sum() * len(tokens) / max(1, len(tokens) - 1)
+    return round(float(mean), 3), round(float(spread.sqrt() / cycles.sum()), 3)
