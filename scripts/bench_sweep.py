@@ -57,7 +57,7 @@ from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
 _METHODS = {
-    "requests": "Greedy requests from as many clients as the concurrency says, each waiting for its answer; token ids "
+    "requests": "Requests from as many clients as the concurrency says, each waiting for its answer; token ids "
     "in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is what a request waits for its next "
     "tokens, prefills of others included.",
     "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one. Prompts come "
@@ -99,6 +99,7 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         requests=args.requests,
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
         chat_arguments=args.chat_arguments,
+        temperature=args.temperature,
         serving=make_serving(args),
     )
 
@@ -272,7 +273,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
     return {
         "hardware": hardware(args.device),
         "versions": versions(),
-        "method": _METHODS[args.measure],
+        "method": f"{_METHODS[args.measure]} Temperature {args.temperature:g}.",
         "measure": args.measure,
         "repeats": args.repeats,
         "new_tokens": args.new_tokens,
@@ -351,6 +352,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--requests", type=positive, help="answers per run of --measure requests or serving; default: 4 per client"
     )
     parser.add_argument("--new-tokens", type=positive, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="--measure requests: of all answers")
     parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
     serving = parser.add_argument_group("--measure serving")
     serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
@@ -397,6 +399,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
             raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
+    if args.temperature and args.measure != "requests":
+        raise ValueError("--temperature: for --measure requests only.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:

@@ -118,6 +118,7 @@ class Workload:
         requests: "requests" and "serving": answers per measurement; None: 4 per client.
         accept_length: simulated; None: the drafter's own.
         chat_arguments: for the chat template of the target's tokenizer.
+        temperature: "requests": of all answers.
         serving: None unless "serving" is measured.
     """
 
@@ -129,6 +130,7 @@ class Workload:
     requests: int | None
     accept_length: float | None
     chat_arguments: dict
+    temperature: float = 0.0
     serving: Serving | None = None
 
     @property
@@ -272,7 +274,7 @@ def serve(job: dict) -> None:
             new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
             return measure_decode(engine, prompts, concurrency, new_tokens)
         asked = [prompts[i % len(prompts)] for i in range(workload.num_requests(concurrency))]
-        return measure_requests(engine, tokenizer, asked, concurrency, workload.new_tokens)
+        return measure_requests(engine, tokenizer, asked, concurrency, workload)
 
     def trace(index: int, concurrency: int, steps: int, folder: str) -> None:
         engine.start_profile(output_dir=folder, activities=["GPU"], num_steps=steps, with_stack=False)
@@ -332,9 +334,13 @@ class Answer:
         return len(self.output_ids) - 1
 
 
-def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, new_tokens: int) -> dict:
+def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, workload: Workload) -> dict:
     """Clients in a closed loop. Without a tokenizer the weights are dummies, and ends of answers mean nothing."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": tokenizer is None}
+    sampling = {
+        "temperature": workload.temperature,
+        "max_new_tokens": workload.new_tokens,
+        "ignore_eos": tokenizer is None,
+    }
     answers = engine.loop.run_until_complete(ask(engine, prompts, concurrency, sampling))
     result = summarize_answers(answers)
     if any(prompt.answer for prompt in prompts):
