@@ -48,7 +48,7 @@ DRAFTER_CONFIG = {
 }
 
 # Each stage draws random numbers of its own (`step_generator`).
-GENERATE_STAGE, DRAFTER_STAGE, EVAL_STAGE = range(3)
+GENERATE_STAGE, DRAFTER_STAGE, POOL_STAGE = range(3)
 
 
 @dataclass
@@ -80,15 +80,23 @@ class Settings:
     held_out_share: float = 0.1
 
     drafter_batch: int = 16
-    anchors: int = 64
+    anchors: int = 96
+    # Rows whose features are computed together (4.7 MB each), and how often a row is used on average before the next.
+    pool_rows: int = 4096
+    pool_uses: int = 8
+    # Blocks that are cut to a random size, as users may cut all; and the share of rows that reach the lm_head.
+    cut_share: float = 0.25
+    head_share: float = 0.6
     # Every `long_every`-th step has fewer and longer rows: conversations one after the other.
-    long_every: int = 10
+    long_every: int = 16
     long_batch: int = 2
     long_parts: int = 8
-    long_anchors: int = 256
+    long_anchors: int = 384
     validation_rows: int = 64
     loss_gamma: float = 7.0
-    drafter: TrainSettings = field(default_factory=lambda: TrainSettings(20_000, 300.0, 1.5e-3, 300, 0.05, 500))
+    drafter: TrainSettings = field(
+        default_factory=lambda: TrainSettings(40_000, 600.0, 4e-3, 300, 0.05, 1000, muon=True)
+    )
 
     eval_prompts: int = 200
     eval_tokens: int = 256
@@ -120,8 +128,9 @@ class Settings:
         self.length, self.generation_batch, self.generation_seconds = 96, 8, 1.0
         self.max_opening_tokens, self.max_user_tokens, self.max_answer_tokens = 6, 24, 24
         self.drafter_batch, self.anchors = 2, 3
+        self.pool_rows, self.pool_uses = 4, 2
         self.long_every, self.long_batch, self.long_parts, self.long_anchors = 4, 1, 2, 4
         self.validation_rows = 2
-        self.drafter = TrainSettings(20, 60.0, 1e-3, 4, 0.05, 20)
+        self.drafter = TrainSettings(20, 60.0, 1e-3, 4, 0.05, 20, muon=True)
         self.eval_prompts, self.eval_tokens, self.long_prompts = 1, 12, 1
         self.long_prompt_tokens = (40, 60)
