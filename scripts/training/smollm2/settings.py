@@ -95,7 +95,7 @@ class Settings:
     validation_rows: int = 64
     loss_gamma: float = 7.0
     drafter: TrainSettings = field(
-        default_factory=lambda: TrainSettings(40_000, 600.0, 4e-3, 300, 0.05, 1000, muon=True)
+        default_factory=lambda: TrainSettings(40_000, 600.0, 2.5e-3, 300, 0.05, 1000, muon=True)
     )
 
     eval_prompts: int = 200
