@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from training.blocks import draft_blocks, initialize, random_anchors, run_blocks
 from training.muon import Muon, orthogonalize
 from training.smollm2.block_attention import TILE, block_mask, tile_lists, visible_keys
-from training.smollm2.drafter import Batch, greedy_labels, random_sizes
+from training.smollm2.drafter import Batch, before_labels, greedy_labels, random_sizes
 from training.smollm2.head_loss import head_loss
 from training.smollm2.settings import DRAFTER_CONFIG
 
@@ -33,10 +33,12 @@ def test_loss_of_the_head_is_cross_entropy(generator):
     head = torch.randn(33, 12, generator=generator)
     labels = torch.randint(33, (7,), generator=generator)
     weights = torch.tensor([0.3, 0.0, 0.1, 0.2, 0.2, 0.1, 0.1])
-    expected = (F.cross_entropy(hidden @ head.t(), labels, reduction="none") * weights).sum()
+    target_hidden = torch.randn(7, 12, generator=generator)
+    wanted = 0.25 * (target_hidden @ head.t()).softmax(-1) + 0.75 * F.one_hot(labels, 33)
+    expected = (F.cross_entropy(hidden @ head.t(), wanted, reduction="none") * weights).sum()
     (expected_gradient,) = torch.autograd.grad(3 * expected, hidden)
 
-    loss = head_loss(hidden, head, labels, weights)
+    loss = head_loss(hidden, target_hidden, head, labels, weights, 0.25)
     (gradient,) = torch.autograd.grad(3 * loss, hidden)
 
     torch.testing.assert_close(loss, expected)
@@ -95,6 +97,8 @@ def test_labels_end_where_the_text_leaves_the_greedy_path():
 
     labels, counts = greedy_labels(batch, torch.tensor([[1, 2, 4]]), 4)
 
+    states = torch.arange(8.0)[None, :, None]
+    assert before_labels(states, torch.tensor([[1, 2, 4]]), 4).flatten().tolist() == [1, 2, 3, 2, 3, 4, 4, 5, 6]
     assert labels.tolist() == [[[2, 3, 4], [3, 4, 5], [5, 6, 7]]]
     assert counts.tolist() == [[[True, True, True], [True, True, False], [True, True, False]]]
 

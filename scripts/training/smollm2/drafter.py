@@ -62,10 +62,11 @@ class Conversations:
         # weights, gets them normalised; what is saved reads them as they are.
         first = self.take(torch.arange(settings.drafter_batch, device=settings.device))
         self.feature_scale = feature_sizes(llama.features(first.tokens, self.layer_ids))
-        # The pool: numbers of rows, and their features [pool, T, F], written over by the next one's.
+        # The pool: numbers of rows, and what `read` says of them, written over by the next one's.
         self.pool_number, self.pool = None, None
-        shape = (min(settings.pool_rows, self.num_train), settings.length, len(self.feature_scale))
-        self.pool_features = torch.empty(shape, dtype=self.feature_scale.dtype, device=settings.device)
+        read = self.read(first)
+        shape = (min(settings.pool_rows, self.num_train), *read.shape[1:])
+        self.pool_read = torch.empty(shape, dtype=read.dtype, device=settings.device)
 
     def take(self, indices: Tensor) -> Batch:
         """Rows by their numbers."""
@@ -81,29 +82,38 @@ class Conversations:
 
     def features(self, batch: Batch) -> Tensor:
         """[N, T, F], normalised, in the target's dtype."""
-        return self.llama.features(batch.tokens, self.layer_ids) / self.feature_scale
+        return self.read(batch)[..., : len(self.feature_scale)]
 
-    def draw(self, step: int, generator: torch.Generator) -> tuple[Batch, Tensor]:
-        """A step's batch and its features."""
+    def read(self, batch: Batch) -> Tensor:
+        """Features, and what the target's lm_head reads: [N, T, F + hidden]."""
+        num_features = len(self.feature_scale)
+        states = self.llama.features(batch.tokens, [*self.layer_ids, self.llama.num_layers - 1])
+        states[..., :num_features] /= self.feature_scale
+        states[..., num_features:] = self.llama.normed(states[..., num_features:])
+        return states
+
+    def draw(self, step: int, generator: torch.Generator) -> tuple[Batch, Tensor, Tensor]:
+        """A step's batch, its features, and what the target's lm_head reads, [N, T, hidden]."""
         settings, device = self.settings, self.settings.device
         if step % settings.long_every == settings.long_every - 1:
             shape = (settings.long_batch * settings.long_parts,)
             indices = torch.randint(self.num_train, shape, generator=generator, device=device)
             batch = self.take(indices).joined(settings.long_batch)
-            return batch, self.features(batch)
+            return batch, *self.read(batch).tensor_split([len(self.feature_scale)], dim=-1)
         self._fill_pool(step * settings.drafter_batch // (settings.pool_rows * settings.pool_uses))
         places = torch.randint(len(self.pool), (settings.drafter_batch,), generator=generator, device=device)
-        return self.take(self.pool[places]), self.pool_features[places]
+        read = self.pool_read[places].tensor_split([len(self.feature_scale)], dim=-1)
+        return self.take(self.pool[places]), *read
 
     def _fill_pool(self, number: int) -> None:
         if number == self.pool_number:
             return
         generator = step_generator(self.settings.seed, POOL_STAGE, number, self.settings.device)
         order = torch.randperm(self.num_train, generator=generator, device=self.settings.device)
-        self.pool, self.pool_number = order[: len(self.pool_features)], number
+        self.pool, self.pool_number = order[: len(self.pool_read)], number
         for i in range(0, len(self.pool), self.settings.drafter_batch):
             part = slice(i, i + self.settings.drafter_batch)
-            self.pool_features[part] = self.features(self.take(self.pool[part]))
+            self.pool_read[part] = self.read(self.take(self.pool[part]))
 
 
 def run(settings: Settings) -> None:
@@ -117,7 +127,7 @@ def run(settings: Settings) -> None:
 
     def loss_at(step: int) -> Tensor:
         generator = step_generator(settings.seed, DRAFTER_STAGE, step, settings.device)
-        batch, features = conversations.draw(step, generator)
+        batch, features, target_hidden = conversations.draw(step, generator)
         is_long = batch.tokens.shape[1] > settings.length
         count = settings.long_anchors if is_long else settings.anchors
         anchors = random_anchors(batch.is_answer, count, block_size, generator).sort(dim=1).values
@@ -131,7 +141,12 @@ def run(settings: Settings) -> None:
         weights, chosen = weights.topk(int(settings.head_share * len(weights)), sorted=False)
         weights = weights / weights.sum().clamp(min=1)
         return head_loss(
-            hidden.flatten(0, 2).index_select(0, chosen), llama.embedding, labels.flatten()[chosen], weights
+            hidden.flatten(0, 2).index_select(0, chosen),
+            before_labels(target_hidden, anchors, block_size).index_select(0, chosen),
+            llama.embedding,
+            labels.flatten()[chosen],
+            weights,
+            settings.soft_share,
         )
 
     def evaluate() -> dict[str, float]:
@@ -180,6 +195,13 @@ def greedy_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tenso
     follows = after_anchors(batch.is_answer & (batch.tokens == batch.best), anchors, block_size).cumprod(-1)
     counts = is_answer & F.pad(follows[..., :-1], (1, 0), value=1).bool()
     return after_anchors(batch.best, anchors, block_size), counts
+
+
+def before_labels(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """What the target's lm_head reads [N, T, hidden] at the tokens before the labels: [N * A * (B - 1), hidden]."""
+    positions = (anchors[..., None] + torch.arange(block_size - 1, device=anchors.device)).flatten(1)
+    starts = torch.arange(len(anchors), device=anchors.device)[:, None] * target_hidden.shape[1]
+    return target_hidden.flatten(0, 1)[(starts + positions).flatten()]
 
 
 def random_sizes(anchors: Tensor, block_size: int, cut_share: float, generator: torch.Generator) -> Tensor:

@@ -94,6 +94,8 @@ class Settings:
     long_anchors: int = 384
     validation_rows: int = 64
     loss_gamma: float = 7.0
+    # Of the target's chances in the loss, beside its best token.
+    soft_share: float = 0.5
     drafter: TrainSettings = field(
         default_factory=lambda: TrainSettings(40_000, 600.0, 2.5e-3, 300, 0.05, 1000, muon=True)
     )
