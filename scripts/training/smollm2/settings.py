@@ -53,7 +53,7 @@ GENERATE_STAGE, DRAFTER_STAGE, POOL_STAGE = range(3)
 
 @dataclass
 class Settings:
-    """All sizes of a run, those of batches per GPU; the defaults are those of four H200 within nine minutes."""
+    """All sizes of a run, those of batches per GPU; the defaults are those of one H200 within fifteen minutes."""
 
     work: Path
     out: Path
@@ -68,7 +68,7 @@ class Settings:
     # Conversations: rows of `length` tokens, `generation_batch` at a time.
     length: int = 1024
     generation_batch: int = 2048
-    generation_seconds: float = 100.0
+    generation_seconds: float = 130.0
     # Of a user's first words, which are given.
     max_opening_tokens: int = 24
     # A turn that has not ended by then is ended.
@@ -81,7 +81,7 @@ class Settings:
 
     drafter_batch: int = 16
     anchors: int = 96
-    # Rows whose features are computed together (4.7 MB each), and how often a row is used on average before the next.
+    # Rows that the target reads together (5.9 MB each), and how often a row is used on average before the next.
     pool_rows: int = 4096
     pool_uses: int = 8
     # Blocks that are cut to a random size, as users may cut all; and the share of rows that reach the lm_head.
