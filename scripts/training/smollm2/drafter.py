@@ -137,7 +137,7 @@ def run(settings: Settings) -> None:
         labels, counts = greedy_labels(batch, anchors, block_size)
         counts &= torch.arange(1, block_size, device=sizes.device) < sizes[..., None]
         weights = (counts * row_weights(block_size, settings.loss_gamma, counts.device)).flatten()
-        # Most of the rows that do not count, and where there are few of those, some that count little.
+        # Leaves out rows that do not count and, where those are fewer, rows that count little.
         weights, chosen = weights.topk(int(settings.head_share * len(weights)), sorted=False)
         weights = weights / weights.sum().clamp(min=1)
         return head_loss(
