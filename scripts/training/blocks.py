@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sglang_dflash.oracle.drafter import ReferenceDrafter
+from sglang_dflash.oracle.drafter import Mask, ReferenceDrafter
 
 
 def initialize(drafter: ReferenceDrafter, std: float) -> None:
@@ -46,15 +46,27 @@ def draft_blocks(
     Returns:
         [N, A, B - 1, hidden] for the target's lm_head, the rows after the anchor.
     """
+    # Of the fused kernels only this one takes a mask; the maths kernel is for the CPU.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return run_blocks(drafter, embedding, features, tokens, anchors, None)
+
+
+def run_blocks(
+    drafter: ReferenceDrafter,
+    embedding: Tensor,
+    features: Tensor,
+    tokens: Tensor,
+    anchors: Tensor,
+    mask: Mask | None,
+) -> Tensor:
+    """:func:`draft_blocks` with a mask of one's own."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     block_positions = anchors[..., None] + torch.arange(drafter.config.block_size, device=tokens.device)
     block = torch.full_like(block_positions, drafter.config.mask_token_id)
     block[..., 0] = tokens.gather(1, anchors)
-    # Of the fused kernels only this one takes a mask; the maths kernel is for the CPU.
-    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with autocast(tokens.device), sdpa_kernel(kernels):
+    with autocast(tokens.device):
         context_kv = drafter.project_context(features, positions)
-        hidden = drafter(embedding[block].float(), block_positions, context_kv, positions)
+        hidden = drafter(embedding[block].float(), block_positions, context_kv, positions, mask)
     return hidden[..., 1:, :]
 
 
@@ -64,8 +76,13 @@ def after_anchors(values: Tensor, anchors: Tensor, block_size: int) -> Tensor:
     return values.gather(1, positions.flatten(1)).view_as(positions)
 
 
+def row_weights(block_size: int, gamma: float, device: torch.device) -> Tensor:
+    """Of rows k = 1..B-1, [B - 1] float32: exp(-(k - 1) / gamma), as an early miss voids the rest."""
+    return torch.exp(-torch.arange(block_size - 1, device=device) / gamma)
+
+
 def block_loss(logits: Tensor, labels: Tensor, counts: Tensor, gamma: float) -> Tensor:
-    """Cross entropy, row k = 1..B-1 weighted by exp(-(k - 1) / gamma): an early miss voids the rest.
+    """Cross entropy, weighted by :func:`row_weights`.
 
     Args:
         logits: [N, A, B - 1, vocab].
@@ -73,7 +90,7 @@ def block_loss(logits: Tensor, labels: Tensor, counts: Tensor, gamma: float) -> 
         counts: [N, A, B - 1] bool, which of them there are.
     """
     losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
-    weights = counts * torch.exp(-torch.arange(labels.shape[-1], device=labels.device) / gamma)
+    weights = counts * row_weights(labels.shape[-1] + 1, gamma, labels.device)
     return (losses * weights).sum() / weights.sum().clamp(min=1)
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from training import processes
 from training.files import write_json
+from training.muon import Muon
 
 # Reading a loss makes the GPU wait, so losses and the clock are read once in so many steps.
 STEPS_PER_READING = 20
@@ -20,7 +21,7 @@ STEPS_PER_READING = 20
 
 @dataclass
 class TrainSettings:
-    """One training: AdamW, warm-up, then a cosine to `min_lr_ratio`.
+    """One training: AdamW, or Muon for matrices; warm-up, then a cosine to `min_lr_ratio`.
 
     `max_seconds` bounds the wall time: on a slow machine the schedule advances with the clock instead of the
     steps, so that the learning rate still ends low. On a fast one the steps alone decide, and a run repeats.
@@ -32,6 +33,7 @@ class TrainSettings:
     warmup_steps: int
     weight_decay: float
     eval_every: int
+    muon: bool = False
     checkpoint_seconds: float = 60.0
     min_lr_ratio: float = 0.02
     max_grad_norm: float = 1.0
@@ -65,13 +67,14 @@ def train(
         evaluate: held-out metrics by name; called with the model in eval mode, by every process.
         save: writes the model; called with every checkpoint and at the end, by the first process.
     """
-    optimizer = make_optimizer(model, settings)
+    optimizers = make_optimizers(model, settings)
     checkpoint = work / f"{name}_checkpoint.pt"
     step, elapsed, history = 0, 0.0, {"train": [], "held_out": []}
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         step, elapsed, history = state["step"], state["elapsed"], json.loads(state["history"])
 
     is_first = processes.rank() == 0
@@ -80,14 +83,15 @@ def train(
     progress_bar = tqdm(total=settings.steps, initial=step, desc=name, mininterval=5, disable=not is_first)
     while step < settings.steps and elapsed < settings.max_seconds:
         progress = max(step / settings.steps, elapsed / settings.max_seconds)
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = settings.learning_rate(step, progress)
         loss = loss_at(step)
         loss.backward()
         processes.average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         recent.append(loss.detach())
         step += 1
         progress_bar.update()
@@ -98,7 +102,7 @@ def train(
             elapsed = processes.first_says(time.monotonic() - started)
             if is_first and elapsed - saved_at >= settings.checkpoint_seconds:
                 saved_at = elapsed
-                save_state(checkpoint, model, optimizer, step, elapsed, history)
+                save_state(checkpoint, model, optimizers, step, elapsed, history)
                 write_json(work / f"{name}_losses.json", history)
                 save()
         if step % settings.eval_every == 0:
@@ -110,20 +114,23 @@ def train(
         history["held_out"].append([step, evaluate_in_eval_mode(model, evaluate)])
     history["seconds"] = round(time.monotonic() - started, 1)
     if is_first:
-        save_state(checkpoint, model, optimizer, step, elapsed, history)
+        save_state(checkpoint, model, optimizers, step, elapsed, history)
         write_json(work / f"{name}_losses.json", history)
         save()
         print(f"{name}: {step} steps in {history['seconds']:.0f} s, held out {history['held_out'][-1][1]}", flush=True)
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norm weights alone."""
+def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """What decays matrices and leaves norm weights alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.peak_lr, betas=(0.9, 0.95), fused=True)
+    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    groups = [{"params": vectors, "weight_decay": 0.0}]
+    optimizers = []
+    if settings.muon:
+        optimizers.append(Muon(matrices, settings.peak_lr, settings.weight_decay))
+    else:
+        groups.insert(0, {"params": matrices, "weight_decay": settings.weight_decay})
+    return [*optimizers, torch.optim.AdamW(groups, lr=settings.peak_lr, betas=(0.9, 0.95), fused=True)]
 
 
 def evaluate_in_eval_mode(model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -136,12 +143,17 @@ def evaluate_in_eval_mode(model: nn.Module, evaluate: Callable[[], dict[str, flo
 
 
 def save_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, elapsed: float, history: dict
+    path: Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    elapsed: float,
+    history: dict,
 ) -> None:
     """Write a checkpoint in one rename, so that a run that is cut off leaves the last whole one."""
     state = {
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
         "elapsed": elapsed,
         "history": json.dumps(history),

@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LayerKV = tuple[Tensor, Tensor]
+# Which keys a row sees: [N, 1, Q, T + Q] bool, or the same for `flex_attention`, which is for compiled training.
+Mask = Tensor | BlockMask
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,8 @@ class DFlashAttention(nn.Module):
         values = self.split_heads(self.v_proj(x)).transpose(1, 2)
         return apply_rope(keys, cos, sin), values
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Tensor) -> Tensor:
-        """x [N, Q, hidden], context_kv 2 x [N, G, T, D], mask [N, 1, Q, T + Q] bool -> [N, Q, hidden]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask) -> Tensor:
+        """x [N, Q, hidden], context_kv 2 x [N, G, T, D] -> [N, Q, hidden]."""
         queries = self.q_norm(self.split_heads(self.q_proj(x))).transpose(1, 2)
         queries = apply_rope(queries, cos, sin)
         block_kv = self.project_kv(x, cos, sin)
@@ -215,7 +218,11 @@ class DFlashAttention(nn.Module):
             torch.cat([context, block], dim=2).repeat_interleave(self.queries_per_kv, dim=1)
             for context, block in zip(context_kv, block_kv, strict=True)
         )
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        if isinstance(mask, BlockMask):
+            # Under autocast, rotated keys are float32.
+            out = flex_attention(queries.to(values.dtype), keys.to(values.dtype), values, block_mask=mask)
+        else:
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -243,7 +250,7 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, context_kv, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -304,6 +311,7 @@ class ReferenceDrafter(nn.Module):
         block_positions: Tensor,
         context_kv: list[LayerKV],
         context_positions: Tensor,
+        mask: Mask | None = None,
     ) -> Tensor:
         """Run A blocks of every sequence over its context.
 
@@ -312,11 +320,15 @@ class ReferenceDrafter(nn.Module):
             block_positions: [N, A, B] int64, true positions; `[..., 0]` are the anchors.
             context_kv: per layer 2 x [N, G, T, D], from `project_context`.
             context_positions: [N, T] int64.
+            mask: of all layers, in place of :func:`block_masks`.
 
         Returns:
             [N, A, B, hidden], for the target's lm_head: row i predicts the token at its own position.
         """
-        masks = block_masks(self.config, context_positions, block_positions)
+        if mask is None:
+            masks = block_masks(self.config, context_positions, block_positions)
+        else:
+            masks = dict.fromkeys(self.config.layer_types, mask)
         cos, sin = self._rope(block_positions.flatten(1))
         x = block_embeds.flatten(1, 2) * self.config.input_embedding_scale
         for layer, layer_kv in zip(self.layers, context_kv, strict=True):

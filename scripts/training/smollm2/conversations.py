@@ -31,8 +31,8 @@ def run(settings: Settings) -> None:
     """Conversations of every process: `work/generated_<rank>.pt`.
 
     Holds `tokens` [rows, length] int32, `is_answer` [rows, length] bool (what the target wrote as the assistant, the
-    ends of turns included), `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained
-    on.
+    ends of turns included), `best` [rows, length] int32 (there, what the target would have written greedily),
+    `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained on.
     """
     llama = Llama(settings.target_dir, settings.device)
     conversations = Conversations(llama, load_tokenizer(settings), settings)
@@ -89,7 +89,7 @@ class Conversations:
     """Rows in which the target speaks in turns; a turn's end is followed by the template's opening of the next.
 
     Attributes:
-        is_answer: [N, length] bool, see :func:`run`.
+        is_answer, best: [N, length] bool and int64, see :func:`run`.
     """
 
     def __init__(self, llama: Llama, tokenizer: PreTrainedTokenizerBase, settings: Settings):
@@ -105,6 +105,7 @@ class Conversations:
         spare = self.between.shape[1] + 1
         self.rows = Rows(llama, self.num_rows, settings.length + spare)
         self.is_answer = torch.zeros_like(self.rows.given)
+        self.best = torch.zeros_like(self.rows.tokens)
         self.role = torch.zeros(self.num_rows, dtype=torch.long, device=llama.device)
         self.turn_tokens = torch.zeros_like(self.role)
         self.template_columns = torch.arange(1, spare, device=llama.device)
@@ -137,6 +138,7 @@ class Conversations:
         rows, position = self.rows, self.rows.position
         is_given = rows.given.index_select(1, position)[:, 0]
         temperatures = self.temperatures.gather(0, self.role[None])[0]
+        self.best.index_copy_(1, position, logits.argmax(-1)[:, None])
         sampled = sample(logits, temperatures)
         self.turn_tokens += 1
         is_cut = self.turn_tokens >= self.max_turn_tokens[self.role]
@@ -160,6 +162,7 @@ class Conversations:
         length = self.settings.length
         return {
             "tokens": self.rows.tokens[:, :length].to("cpu", torch.int32),
+            "best": self.best[:, :length].to("cpu", torch.int32),
             "is_answer": self.is_answer[:, :length].cpu(),
             "temperatures": self.temperatures[ANSWER].cpu(),
         }

@@ -16,11 +16,15 @@ from training.blocks import (
     draft_blocks,
     initialize,
     random_anchors,
+    row_weights,
+    run_blocks,
 )
 from training.files import save_checkpoint
 from training.loop import step_generator, train
+from training.smollm2.block_attention import block_mask
+from training.smollm2.head_loss import head_loss
 from training.smollm2.llama import Llama
-from training.smollm2.settings import DRAFTER_CONFIG, DRAFTER_STAGE, Settings
+from training.smollm2.settings import DRAFTER_CONFIG, DRAFTER_STAGE, POOL_STAGE, Settings
 
 # The step number that draws the anchors of the measurement.
 VALIDATION_STEP = 999_999
@@ -28,61 +32,136 @@ VALIDATION_STEP = 999_999
 
 @dataclass
 class Batch:
-    """Rows of conversations: tokens [N, T] int64, is_answer [N, T] bool, temperatures [N] of the answers."""
+    """Rows of `conversations.run`: tokens and best [N, T] int64, is_answer [N, T] bool, temperatures [N] of answers."""
 
     tokens: Tensor
+    best: Tensor
     is_answer: Tensor
     temperatures: Tensor
+
+    def joined(self, num_rows: int) -> "Batch":
+        """The same as fewer and longer rows: conversations one after the other."""
+        flat = (values.view(num_rows, -1) for values in (self.tokens, self.best, self.is_answer))
+        return Batch(*flat, self.temperatures.view(num_rows, -1))
+
+
+class Conversations:
+    """The rows of this process, and features of some of them, which serve many batches.
+
+    The target's forward takes as long as the drafter's training on what it gives, so it runs once for `pool_rows` rows,
+    from which the batches of some hundred steps are drawn. All rows have come after some pools.
+    """
+
+    def __init__(self, llama: Llama, settings: Settings):
+        generated = torch.load(settings.work / f"generated_{processes.rank()}.pt", weights_only=True)
+        self.rows = Batch(**{name: tensor.to(settings.device) for name, tensor in generated.items()})
+        self.num_train = num_train_rows(len(self.rows.tokens), settings)
+        self.llama, self.settings = llama, settings
+        self.layer_ids = DRAFTER_CONFIG["dflash_config"]["target_layer_ids"]
+        # Some features are a hundred times as large as others. The optimizer, whose steps are equally long in all
+        # weights, gets them normalised; what is saved reads them as they are.
+        first = self.take(torch.arange(settings.drafter_batch, device=settings.device))
+        self.feature_scale = feature_sizes(llama.features(first.tokens, self.layer_ids))
+        # The pool: numbers of rows, and what `read` says of them, written over by the next one's.
+        self.pool_number, self.pool = None, None
+        read = self.read(first)
+        shape = (min(settings.pool_rows, self.num_train), *read.shape[1:])
+        self.pool_read = torch.empty(shape, dtype=read.dtype, device=settings.device)
+
+    def take(self, indices: Tensor) -> Batch:
+        """Rows by their numbers."""
+        rows = self.rows
+        return Batch(
+            rows.tokens[indices].long(), rows.best[indices].long(), rows.is_answer[indices], rows.temperatures[indices]
+        )
+
+    def held_out(self) -> Tensor:
+        """Numbers of the rows that are measured."""
+        numbers = torch.arange(self.num_train, len(self.rows.tokens), device=self.settings.device)
+        return numbers[: self.settings.validation_rows]
+
+    def features(self, batch: Batch) -> Tensor:
+        """[N, T, F], normalised, in the target's dtype."""
+        return self.read(batch)[..., : len(self.feature_scale)]
+
+    def read(self, batch: Batch) -> Tensor:
+        """Features, and what the target's lm_head reads: [N, T, F + hidden]."""
+        num_features = len(self.feature_scale)
+        states = self.llama.features(batch.tokens, [*self.layer_ids, self.llama.num_layers - 1])
+        states[..., :num_features] /= self.feature_scale
+        states[..., num_features:] = self.llama.normed(states[..., num_features:])
+        return states
+
+    def draw(self, step: int, generator: torch.Generator) -> tuple[Batch, Tensor, Tensor]:
+        """A step's batch, its features, and what the target's lm_head reads, [N, T, hidden]."""
+        settings, device = self.settings, self.settings.device
+        if step % settings.long_every == settings.long_every - 1:
+            shape = (settings.long_batch * settings.long_parts,)
+            indices = torch.randint(self.num_train, shape, generator=generator, device=device)
+            batch = self.take(indices).joined(settings.long_batch)
+            return batch, *self.read(batch).tensor_split([len(self.feature_scale)], dim=-1)
+        self._fill_pool(step * settings.drafter_batch // (settings.pool_rows * settings.pool_uses))
+        places = torch.randint(len(self.pool), (settings.drafter_batch,), generator=generator, device=device)
+        read = self.pool_read[places].tensor_split([len(self.feature_scale)], dim=-1)
+        return self.take(self.pool[places]), *read
+
+    def _fill_pool(self, number: int) -> None:
+        if number == self.pool_number:
+            return
+        generator = step_generator(self.settings.seed, POOL_STAGE, number, self.settings.device)
+        order = torch.randperm(self.num_train, generator=generator, device=self.settings.device)
+        self.pool, self.pool_number = order[: len(self.pool_read)], number
+        for i in range(0, len(self.pool), self.settings.drafter_batch):
+            part = slice(i, i + self.settings.drafter_batch)
+            self.pool_read[part] = self.read(self.take(self.pool[part]))
 
 
 def run(settings: Settings) -> None:
     """Train the drafter in float32 with bf16 autocast and write it, rounded to bf16, to `out/drafter`."""
     torch.manual_seed(settings.seed)
     llama = Llama(settings.target_dir, settings.device)
-    generated = torch.load(settings.work / f"generated_{processes.rank()}.pt", weights_only=True)
-    rows = Batch(**{name: tensor.to(settings.device) for name, tensor in generated.items()})
-    num_train = num_train_rows(len(rows.tokens), settings)
-    layer_ids = DRAFTER_CONFIG["dflash_config"]["target_layer_ids"]
-    # Some features are a hundred times as large as others. The optimizer, whose steps are equally long in all weights,
-    # gets them normalised; what is saved reads them as they are.
-    feature_scale = feature_sizes(llama.features(rows.tokens[: settings.drafter_batch].long(), layer_ids))
-    drafter = new_drafter(feature_scale, settings)
+    conversations = Conversations(llama, settings)
+    drafter = new_drafter(conversations.feature_scale, settings)
     block_size = drafter.config.block_size
-
-    def take(indices: Tensor) -> Batch:
-        return Batch(rows.tokens[indices].long(), rows.is_answer[indices], rows.temperatures[indices])
-
-    def draft(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [N, count, B - 1, vocab], labels, and which of these there are, at random anchors."""
-        anchors = random_anchors(batch.is_answer, count, block_size, generator)
-        features = llama.features(batch.tokens, layer_ids) / feature_scale
-        hidden = draft_blocks(drafter, llama.embedding, features, batch.tokens, anchors)
-        with autocast(hidden.device):
-            logits = F.linear(hidden, llama.embedding)
-        # What follows an answer is not the target's to say.
-        counts = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1).bool()
-        return logits, after_anchors(batch.tokens, anchors, block_size), counts
+    draft = torch.compile(run_blocks, dynamic=False, fullgraph=True) if settings.device == "cuda" else run_blocks
 
     def loss_at(step: int) -> Tensor:
         generator = step_generator(settings.seed, DRAFTER_STAGE, step, settings.device)
-        is_long = step % settings.long_every == settings.long_every - 1
-        num_rows = settings.long_batch * settings.long_parts if is_long else settings.drafter_batch
-        batch = take(torch.randint(num_train, (num_rows,), generator=generator, device=settings.device))
-        if is_long:
-            batch = Batch(
-                batch.tokens.view(settings.long_batch, -1), batch.is_answer.view(settings.long_batch, -1), None
-            )
+        batch, features, target_hidden = conversations.draw(step, generator)
+        is_long = batch.tokens.shape[1] > settings.length
         count = settings.long_anchors if is_long else settings.anchors
-        return block_loss(*draft(batch, count, generator), settings.loss_gamma)
+        anchors = random_anchors(batch.is_answer, count, block_size, generator).sort(dim=1).values
+        sizes = random_sizes(anchors, block_size, settings.cut_share, generator)
+        mask = block_mask(anchors, sizes, batch.tokens.shape[1], block_size)
+        hidden = draft(drafter, llama.embedding, features, batch.tokens, anchors, mask)
+        labels, counts = greedy_labels(batch, anchors, block_size)
+        counts &= torch.arange(1, block_size, device=sizes.device) < sizes[..., None]
+        weights = (counts * row_weights(block_size, settings.loss_gamma, counts.device)).flatten()
+        # Leaves out rows that do not count and, where those are fewer, rows that count little.
+        weights, chosen = weights.topk(int(settings.head_share * len(weights)), sorted=False)
+        weights = weights / weights.sum().clamp(min=1)
+        return head_loss(
+            hidden.flatten(0, 2).index_select(0, chosen),
+            before_labels(target_hidden, anchors, block_size).index_select(0, chosen),
+            llama.embedding,
+            labels.flatten()[chosen],
+            weights,
+            settings.soft_share,
+        )
 
     def evaluate() -> dict[str, float]:
         generator = step_generator(settings.seed, DRAFTER_STAGE, VALIDATION_STEP, settings.device)
-        held_out = torch.arange(num_train, len(rows.tokens), device=settings.device)[: settings.validation_rows]
         sums = torch.zeros(2, device=settings.device)
         by_temperature = torch.zeros(len(settings.answer_temperatures), 2, device=settings.device)
-        for indices in held_out.split(settings.drafter_batch):
-            batch = take(indices)
-            logits, labels, counts = draft(batch, settings.anchors, generator)
+        for indices in conversations.held_out().split(settings.drafter_batch):
+            batch = conversations.take(indices)
+            anchors = random_anchors(batch.is_answer, settings.anchors, block_size, generator)
+            hidden = draft_blocks(drafter, llama.embedding, conversations.features(batch), batch.tokens, anchors)
+            with autocast(hidden.device):
+                logits = F.linear(hidden, llama.embedding)
+            labels = after_anchors(batch.tokens, anchors, block_size)
+            # What follows an answer is not the target's to say.
+            counts = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1).bool()
             sums += torch.stack([block_loss(logits, labels, counts, settings.loss_gamma), sums.new_ones(())])
             lengths = accept_lengths(logits.argmax(-1), labels, counts).float().mean(-1)
             for i, (temperature, _) in enumerate(settings.answer_temperatures):
@@ -97,10 +176,39 @@ def run(settings: Settings) -> None:
 
     def save() -> None:
         weights = drafter.state_dict()
-        weights["fc.weight"] = weights["fc.weight"] / feature_scale
+        weights["fc.weight"] = weights["fc.weight"] / conversations.feature_scale
         save_checkpoint(settings.drafter_dir, DRAFTER_CONFIG, weights)
 
     train("drafter", drafter, loss_at, evaluate, save, settings.drafter, settings.work)
+
+
+def greedy_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """What a block should draft: what the target holds best, as long as the text goes that way.
+
+    A draft is accepted only after all before it are, and those are the best tokens. So what the target says after a
+    token that was drawn against the odds is no label; that token's own place has one, which the text does not show.
+
+    Returns:
+        labels, counts: [N, A, B - 1] int64, bool.
+    """
+    is_answer = after_anchors(batch.is_answer, anchors, block_size)
+    follows = after_anchors(batch.is_answer & (batch.tokens == batch.best), anchors, block_size).cumprod(-1)
+    counts = is_answer & F.pad(follows[..., :-1], (1, 0), value=1).bool()
+    return after_anchors(batch.best, anchors, block_size), counts
+
+
+def before_labels(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """What the target's lm_head reads [N, T, hidden] at the tokens before the labels: [N * A * (B - 1), hidden]."""
+    positions = (anchors[..., None] + torch.arange(block_size - 1, device=anchors.device)).flatten(1)
+    starts = torch.arange(len(anchors), device=anchors.device)[:, None] * target_hidden.shape[1]
+    return target_hidden.flatten(0, 1)[(starts + positions).flatten()]
+
+
+def random_sizes(anchors: Tensor, block_size: int, cut_share: float, generator: torch.Generator) -> Tensor:
+    """Sizes of blocks [N, A]: B, or for a share of them any that has a draft."""
+    draws = torch.rand(2, *anchors.shape, generator=generator, device=anchors.device)
+    cut = 2 + (draws[0] * (block_size - 2)).long()
+    return torch.where(draws[1] < cut_share, cut, block_size)
 
 
 def feature_sizes(features: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ class Llama:
         def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return causal_attention(queries, keys, values)
 
-        outputs = self._layers(tokens, slice(0, tokens.shape[1]), attend, max(layer_ids) + 1)
-        return torch.cat([output for i, output in enumerate(outputs) if i in layer_ids], dim=-1)
+        outputs = list(self._layers(tokens, slice(0, tokens.shape[1]), attend, max(layer_ids) + 1))
+        return torch.cat([outputs[i] for i in layer_ids], dim=-1)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: "Cache") -> None:
@@ -96,7 +96,11 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Outputs [rows, hidden] of the last layer -> [rows, vocab] float32, unrounded."""
-        return head_logits(F.rms_norm(hidden, self.norm.shape, self.norm, self.eps), self.embedding)
+        return head_logits(self.normed(hidden), self.embedding)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Outputs [..., hidden] of the last layer -> what the lm_head reads."""
+        return F.rms_norm(hidden, self.norm.shape, self.norm, self.eps)
 
     def _layers(self, tokens: Tensor, positions: slice | Tensor, attend: Attend, num_layers: int) -> Iterable[Tensor]:
         """The output of each of the first layers, [N, T, hidden]."""

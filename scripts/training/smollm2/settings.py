@@ -48,12 +48,12 @@ DRAFTER_CONFIG = {
 }
 
 # Each stage draws random numbers of its own (`step_generator`).
-GENERATE_STAGE, DRAFTER_STAGE, EVAL_STAGE = range(3)
+GENERATE_STAGE, DRAFTER_STAGE, POOL_STAGE = range(3)
 
 
 @dataclass
 class Settings:
-    """All sizes of a run, those of batches per GPU; the defaults are those of four H200 within nine minutes."""
+    """All sizes of a run, those of batches per GPU; the defaults are those of one H200 within fifteen minutes."""
 
     work: Path
     out: Path
@@ -68,7 +68,7 @@ class Settings:
     # Conversations: rows of `length` tokens, `generation_batch` at a time.
     length: int = 1024
     generation_batch: int = 2048
-    generation_seconds: float = 100.0
+    generation_seconds: float = 130.0
     # Of a user's first words, which are given.
     max_opening_tokens: int = 24
     # A turn that has not ended by then is ended.
@@ -80,15 +80,25 @@ class Settings:
     held_out_share: float = 0.1
 
     drafter_batch: int = 16
-    anchors: int = 64
+    anchors: int = 96
+    # Rows that the target reads together (5.9 MB each), and how often a row is used on average before the next.
+    pool_rows: int = 4096
+    pool_uses: int = 8
+    # Blocks that are cut to a random size, as users may cut all; and the share of rows that reach the lm_head.
+    cut_share: float = 0.25
+    head_share: float = 0.6
     # Every `long_every`-th step has fewer and longer rows: conversations one after the other.
-    long_every: int = 10
+    long_every: int = 16
     long_batch: int = 2
     long_parts: int = 8
-    long_anchors: int = 256
+    long_anchors: int = 384
     validation_rows: int = 64
     loss_gamma: float = 7.0
-    drafter: TrainSettings = field(default_factory=lambda: TrainSettings(20_000, 300.0, 1.5e-3, 300, 0.05, 500))
+    # Of the target's chances in the loss, beside its best token.
+    soft_share: float = 0.5
+    drafter: TrainSettings = field(
+        default_factory=lambda: TrainSettings(40_000, 600.0, 2.5e-3, 300, 0.05, 1000, muon=True)
+    )
 
     eval_prompts: int = 200
     eval_tokens: int = 256
@@ -120,8 +130,9 @@ class Settings:
         self.length, self.generation_batch, self.generation_seconds = 96, 8, 1.0
         self.max_opening_tokens, self.max_user_tokens, self.max_answer_tokens = 6, 24, 24
         self.drafter_batch, self.anchors = 2, 3
+        self.pool_rows, self.pool_uses = 4, 2
         self.long_every, self.long_batch, self.long_parts, self.long_anchors = 4, 1, 2, 4
         self.validation_rows = 2
-        self.drafter = TrainSettings(20, 60.0, 1e-3, 4, 0.05, 20)
+        self.drafter = TrainSettings(20, 60.0, 1e-3, 4, 0.05, 20, muon=True)
         self.eval_prompts, self.eval_tokens, self.long_prompts = 1, 12, 1
         self.long_prompt_tokens = (40, 60)

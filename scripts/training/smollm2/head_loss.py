@@ -1,0 +1,68 @@
+"""Cross entropy of rows under the target's lm_head, whose gradient is made along with it.
+
+Autograd would keep the logits and their gradient in float32; to pass over those takes longer than the matrix product.
+
+Legend of shapes: M rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def head_loss(
+    hidden: Tensor, target_hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, soft_share: float
+) -> Tensor:
+    """The weighted sum of the rows' cross entropies, to the labels and to all that the target held possible.
+
+    Args:
+        hidden: [M, hidden]; what alone gets a gradient.
+        target_hidden: [M, hidden], the target's for the same tokens.
+        head: [vocab, hidden], in the dtype of the matrix products.
+        labels: [M] int64.
+        weights: [M] float32.
+        soft_share: weight of the target's chances, that of the labels being the rest.
+
+    Returns:
+        A scalar, float32.
+    """
+    return _HeadLoss.apply(hidden, target_hidden, head, labels, weights, soft_share)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        target_hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        soft_share: float,
+    ) -> Tensor:
+        logits, target_logits = F.linear(hidden.to(head.dtype), head), F.linear(target_hidden.to(head.dtype), head)
+        # On a GPU, a third of the passes over the logits; on a CPU there is no time to gain.
+        passes = _compiled_loss_and_gradient if logits.is_cuda else loss_and_gradient
+        losses, gradient = passes(logits, target_logits, labels, weights, soft_share)
+        ctx.save_for_backward((gradient @ head).to(hidden.dtype))
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output.to(gradient.dtype), None, None, None, None, None
+
+
+def loss_and_gradient(
+    logits: Tensor, target_logits: Tensor, labels: Tensor, weights: Tensor, soft_share: float
+) -> tuple[Tensor, Tensor]:
+    """Logits [M, vocab] of both -> weighted losses [M] float32, and their gradient [M, vocab], in the logits' dtype."""
+    log_chances = logits.float().log_softmax(-1)
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    wanted = soft_share * target_logits.float().softmax(-1) + (1 - soft_share) * is_label.float()
+    losses = -weights * (wanted * log_chances).sum(-1)
+    gradient = weights[:, None] * (log_chances.exp() - wanted)
+    return losses, gradient.to(logits.dtype)
+
+
+_compiled_loss_and_gradient = torch.compile(loss_and_gradient, dynamic=False, fullgraph=True)
