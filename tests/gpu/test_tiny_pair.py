@@ -1,4 +1,4 @@
-"""The tiny pair, and the hybrid one, on a GPU in bf16: lossless up to ties, acceptance as on the CPU, graphs as eager."""
+"""The tiny pair, and the hybrid one, on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs as eager."""
 
 import json
 import os
