@@ -117,7 +117,7 @@ def greedy_generate(
 
 def is_recurrent(target: PreTrainedModel) -> bool:
     """Whether there are layers that keep a state in place of keys and values."""
-    return "linear_attention" in target.config.to_dict().get("layer_types", ())
+    return "linear_attention" in (target.config.to_dict().get("layer_types") or ())
 
 
 def new_cache(target: PreTrainedModel) -> DynamicCache:
