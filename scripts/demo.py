@@ -46,21 +46,23 @@ class Question:
         return {"text": text, "sampling_params": sampling, "stream": True}
 
 
+# Its continuation is easy to read, and drafted about as well as that of the average prompt.
+CODE = Question(
+    text="    def __iter__(self):\n        return self\n\n    @property",
+    warm_up="class PriorityQueue(Queue):",
+    is_chat=False,
+    new_tokens=128,
+    runs=8,
+)
 QUESTIONS = {
+    "tiny": CODE,
+    "hybrid": CODE,
     "smollm2": Question(
         text="What is photosynthesis, and why is it important?",
         warm_up="Hello!",
         is_chat=True,
         new_tokens=128,
         runs=2,
-    ),
-    # Its continuation is easy to read, and drafted about as well as that of the average prompt.
-    "tiny": Question(
-        text="    def __iter__(self):\n        return self\n\n    @property",
-        warm_up="class PriorityQueue(Queue):",
-        is_chat=False,
-        new_tokens=128,
-        runs=8,
     ),
 }
 
@@ -251,8 +253,8 @@ def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
     print(f"{'texts':24}{'identical' if same else 'DIFFERENT':>24}")
     speedup = plain["seconds"] / dflash["seconds"]
     print(f"{'speed-up':24}{f'{speedup:.2f}x':>24}")
-    if pair == "tiny":
-        print("\nThe pair has 4 million parameters: its text shows that both agree, not what a good model writes.")
+    if not QUESTIONS[pair].is_chat:
+        print("\nThe pair is tiny: its text shows that both agree, not what a good model writes.")
     if speedup < 1:
         steps = dflash["cycle_ms"] / plain["cycle_ms"]
         print(

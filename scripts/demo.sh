@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # A question, answered by real SGLang servers with DFLASH and without: the same text, and which tokens were drafted.
 #
-#   usage: demo.sh [--pair tiny|smollm2] [--plain] [QUESTION]
+#   usage: demo.sh [--pair tiny|hybrid|smollm2] [--plain] [QUESTION]
 #
 #   --pair tiny      4 million parameters, which come with this package, continue Python code (the default)
+#   --pair hybrid    0.9 million, likewise: a target of Qwen3.5's class, most of whose layers keep a state in place of KV
 #   --pair smollm2   SmolLM2-135M-Instruct chats; its weights are fetched once, 93 MB
 #   --plain          brackets instead of colours
 set -euo pipefail
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit "$1"
 }
 
@@ -26,7 +27,7 @@ while [ $# -gt 0 ]; do
 done
 
 case "$pair" in
-tiny | smollm2) ;;
+tiny | hybrid | smollm2) ;;
 *) usage 2 >&2 ;;
 esac
 
@@ -34,9 +35,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 cd "$REPO"
 
 PAIR="$REPO/sglang_dflash/${pair}_pair"
-if [ "$pair" = tiny ]; then
-    TARGET="$PAIR/target"
-else
+TARGET="$PAIR/target"
+if [ "$pair" = smollm2 ]; then
     make_smollm2
     TARGET="$SMOLLM2"
 fi
@@ -65,8 +65,12 @@ trap cleanup EXIT
 trap 'exit 130' INT TERM
 
 flags=(--model-path "$TARGET" --host 127.0.0.1 --max-running-requests 8 --max-total-tokens 8192)
+if [ "$pair" = hybrid ]; then
+    # States, for which SGLang would otherwise take most of the memory.
+    flags+=(--max-mamba-cache-size 64)
+fi
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
-    export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+    export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 SGLANG_MAMBA_CONV_DTYPE=float32
     flags+=(--device cpu --dtype float32 --attention-backend torch_native)
 fi
 

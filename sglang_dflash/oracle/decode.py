@@ -3,6 +3,7 @@
 Legend of shapes: n prompt tokens, B block size, N nodes of a tree, F = len(target_layer_ids) * hidden_size.
 """
 
+import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def dflash_generate(
     """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
 
     Args:
-        target: a causal LM with full attention; its cache must support `crop`.
+        target: a causal LM. With recurrent layers it verifies chains.
         input_ids: [n] or [1, n] int64, n >= 1.
         block_size: B, the drafter's own when None.
         draft_window: context tokens that the drafter sees, the last ones; all when None.
@@ -62,7 +63,7 @@ def dflash_generate(
         # No path is longer.
         block_size = min(block_size, num_nodes)
     input_ids = torch.as_tensor(input_ids, device=target.device).flatten()
-    target_cache = DynamicCache()
+    target_cache = new_cache(target)
 
     # Prefill: the target reads the prompt and gives the first bonus token.
     target_tokens, features = target_forward(target, drafter, input_ids, target_cache)
@@ -104,7 +105,7 @@ def greedy_generate(
     target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int, *, stop_token_ids: Collection[int] = ()
 ) -> list[int]:
     """Plain greedy decoding, one target forward per token: what `dflash_generate` must reproduce."""
-    cache = DynamicCache()
+    cache = new_cache(target)
     step_ids = torch.as_tensor(input_ids, device=target.device).flatten()
     tokens: list[int] = []
     while not is_finished(tokens, max_new_tokens, stop_token_ids):
@@ -112,6 +113,16 @@ def greedy_generate(
         step_ids = logits[0, -1:].argmax(-1)
         tokens.append(int(step_ids))
     return tokens
+
+
+def is_recurrent(target: PreTrainedModel) -> bool:
+    """Whether there are layers that keep a state in place of keys and values."""
+    return "linear_attention" in (target.config.to_dict().get("layer_types") or ())
+
+
+def new_cache(target: PreTrainedModel) -> DynamicCache:
+    """An empty one. Layers with windows keep all tokens as well, since the last of them may be cut off."""
+    return DynamicCache(config=target.config) if is_recurrent(target) else DynamicCache()
 
 
 def verify_chain(
@@ -129,9 +140,14 @@ def verify_chain(
     """
     seq_len = cache.get_seq_length()
     block = torch.cat([draft_tokens.new_tensor([bonus]), draft_tokens])
-    target_tokens, features = target_forward(target, drafter, block, cache)
+    # What is rejected cannot be cut off a state: those that are kept see the accepted tokens alone.
+    tried = copy.deepcopy(cache) if is_recurrent(target) else cache
+    target_tokens, features = target_forward(target, drafter, block, tried)
     accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
-    cache.crop(seq_len + accept_length)
+    if is_recurrent(target):
+        target_forward(target, drafter, block[:accept_length], cache)
+    else:
+        cache.crop(seq_len + accept_length)
     return target_tokens[:accept_length].tolist(), features[:, :accept_length]
 
 

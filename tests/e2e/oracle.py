@@ -21,10 +21,10 @@ ROUNDING = 1e-4
 class Oracle:
     """`dflash_generate` in float32; remembers what it has computed."""
 
-    def __init__(self, drafter: Path = DRAFTER_DIR) -> None:
+    def __init__(self, drafter: Path = DRAFTER_DIR, target: Path = TARGET_DIR) -> None:
         # One thread, as the servers have.
         torch.set_num_threads(1)
-        self._target = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32).eval()
+        self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._drafter = ReferenceDrafter.from_pretrained(drafter, torch.float32)
         self._generate = functools.cache(self._compute)
 

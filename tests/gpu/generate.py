@@ -1,6 +1,6 @@
-"""Generate from the tiny pair in an Engine of its own process, and print what came out as JSON.
+"""Generate from a shipped pair in an Engine of its own process, and print what came out as JSON.
 
-usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--varied-lengths] [--sampled] [--draft-window TOKENS]
+usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--pair hybrid] [--varied-lengths] [--sampled] [--draft-window TOKENS]
     [--kv-cache-dtype DTYPE] [--adaptive]
 
 DRAFT_BACKEND `none` is no speculation. BACKEND `default` leaves every flag of a server at its default.
@@ -12,8 +12,11 @@ import json
 import sglang
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
+from sglang_dflash import hybrid_pair, tiny_pair
 
+PAIRS = {"tiny": tiny_pair, "hybrid": hybrid_pair}
+# Of the hybrid target: SGLang would take most of the memory for states.
+STATES = {"tiny": {}, "hybrid": {"max_mamba_cache_size": 100}}
 NEW_TOKENS = 128
 
 
@@ -21,6 +24,7 @@ def main(
     backend: str,
     draft_backend: str,
     output: str,
+    pair: str,
     varied_lengths: bool,
     sampled: bool,
     draft_window: int | None,
@@ -29,7 +33,7 @@ def main(
 ) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
-        "speculative_draft_model_path": str(DRAFTER_DIR),
+        "speculative_draft_model_path": str(PAIRS[pair].DRAFTER_DIR),
         "speculative_draft_attention_backend": None if draft_backend == "default" else draft_backend,
         "speculative_draft_window_size": draft_window,
         "speculative_adaptive": adaptive,
@@ -44,14 +48,14 @@ def main(
         "disable_prefill_cuda_graph": True,
     }
     engine = sglang.Engine(
-        model_path=str(TARGET_DIR),
+        model_path=str(PAIRS[pair].TARGET_DIR),
         log_level="warning",
         skip_server_warmup=True,
-        **({} if backend == "default" else flags),
+        **({} if backend == "default" else flags | STATES[pair]),
         **({} if draft_backend == "none" else dflash),
     )
-    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
+    tokenizer = AutoTokenizer.from_pretrained(PAIRS[pair].TARGET_DIR)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in tiny_pair.load_prompts()]
     drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95} if sampled else {}
     sampling = [
         # Requests that end at different times take the running batch through every size.
@@ -83,6 +87,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name in ("backend", "draft_backend", "output"):
         parser.add_argument(name)
+    parser.add_argument("--pair", choices=PAIRS, default="tiny")
     parser.add_argument("--varied-lengths", action="store_true")
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft-window", type=int)

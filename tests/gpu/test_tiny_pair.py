@@ -1,4 +1,4 @@
-"""The tiny pair on a GPU in bf16: lossless up to ties, acceptance as on the CPU, graphs as eager."""
+"""The tiny pair, and the hybrid one, on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs as eager."""
 
 import json
 import os
@@ -15,6 +15,8 @@ BACKENDS = ["fa3", "flashinfer", "triton"]
 
 # Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens.
 CPU_ACCEPT_LENGTH = 4.334
+# Likewise (scripts/results/hybrid_pair.md).
+HYBRID_CPU_ACCEPT_LENGTH = 2.924
 
 # Two logits this close may change places: the target's logits reach 32 to 64, where neighbouring bf16 numbers are
 # 0.25 apart, and verification batches B rows where plain decoding has one.
@@ -61,16 +63,28 @@ def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, lis
     ("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton"), ("default", "default")]
 )
 def test_lossless_and_acceptance(backend, draft_backend, plain, tmp_path):
-    plain, dflash = plain(backend), generate(tmp_path, backend, draft_backend)
-    assert plain["worker"] is None and dflash["worker"]["worker"] == "DFlashWorker"
+    dflash = generate(tmp_path, backend, draft_backend)
     assert draft_backend in ("default", dflash["worker"]["draft_attention_backend"])
+    check_answers(f"{backend}, drafter {draft_backend}", plain(backend), dflash, CPU_ACCEPT_LENGTH)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hybrid_pair(backend, plain, tmp_path):
+    """A target with recurrent layers, and a drafter that was trained for it."""
+    flags = ("--pair", "hybrid")
+    dflash = generate(tmp_path, backend, backend, *flags)
+    check_answers(f"hybrid pair, {backend}", plain(backend, *flags), dflash, HYBRID_CPU_ACCEPT_LENGTH)
+
+
+def check_answers(name: str, plain: dict, dflash: dict, accept_length: float) -> None:
+    assert plain["worker"] is None and dflash["worker"]["worker"] == "DFlashWorker"
     same = count_identical(plain["results"], dflash["results"], TIE)
     cycles = sum(result["verify_ct"] for result in dflash["results"])
     tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
-    identical = f"{same} of {len(plain['results'])} identical"
-    print(f"\n{backend}, drafter {draft_backend}: {identical}, {tokens / cycles:.3f} tokens per cycle")
+    print(f"\n{name}: {same} of {len(plain['results'])} identical, {tokens / cycles:.3f} tokens per cycle")
     assert len(plain["results"]) >= 50
-    assert tokens / cycles == pytest.approx(CPU_ACCEPT_LENGTH, rel=0.03)
+    assert tokens / cycles == pytest.approx(accept_length, rel=0.03)
 
 
 @pytest.mark.gpu

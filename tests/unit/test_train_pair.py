@@ -154,9 +154,10 @@ def test_what_is_done_is_not_done_again(trained):
     assert drafter.stat().st_mtime_ns == written
 
 
-def test_tiny_pair(tmp_path):
-    """The command line, and a pair whose target is trained too."""
-    command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", "tiny", "--device", "cpu", "--smoke"]
+@pytest.mark.parametrize("name", ["tiny", "hybrid"])
+def test_pair_whose_target_is_trained(name, tmp_path):
+    """By the command line."""
+    command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", name, "--device", "cpu", "--smoke"]
     command += ["--out", tmp_path / "pair", "--work", tmp_path / "work"]
     command += ["--target-steps", "4", "--drafter-steps", "4"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500)

@@ -7,6 +7,7 @@ from training.tiny.settings import Settings
 
 STAGES = {
     "corpus": corpus.run,
+    "prompts": corpus.run_prompts,
     "target": target.run_training,
     "generate": target.run_generation,
     "drafter": drafter.run,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.files import write_json
-from training.tiny.settings import EOS_ID, EOS_TOKEN, MASK_TOKEN, MAX_POSITIONS, VOCAB_SIZE, Settings
+from training.tiny.settings import EOS_ID, EOS_TOKEN, MASK_TOKEN, MAX_POSITIONS, Settings
 
 # Never trained on; mid-size modules that exist in Python 3.11 and 3.12 alike.
 HELD_OUT_MODULES = (
@@ -39,16 +39,13 @@ MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 20, 200
 
 
 def run(settings: Settings) -> None:
-    """Write the tokenizer, `out/prompts.json`, `work/train_tokens.pt` and `work/held_out_tokens.pt`."""
+    """Write the tokenizer, `work/train_tokens.pt` and `work/held_out_tokens.pt`."""
     train_sources, held_out_sources = read_stdlib(settings.max_files)
-    tokenizer = train_tokenizer(train_sources)
+    tokenizer = train_tokenizer(train_sources, settings.vocab_size)
     save_tokenizer(tokenizer, settings.target_dir)
     for source in held_out_sources:
         if tokenizer.decode(tokenizer.encode(source).ids, skip_special_tokens=False) != source:
             raise AssertionError("the tokenizer does not give a held-out module back unchanged")
-
-    prompts = cut_prompts(held_out_sources, tokenizer, settings.seed)
-    write_json(settings.out / "prompts.json", prompts)
 
     documents = [doc for source in train_sources for doc in [source, *definitions(source)]]
     random.Random(settings.seed).shuffle(documents)
@@ -57,9 +54,18 @@ def run(settings: Settings) -> None:
     torch.save(train_tokens, settings.work / "train_tokens.pt")
     torch.save(held_out_tokens, settings.work / "held_out_tokens.pt")
     print(
-        f"corpus: {len(train_sources)} files, {len(documents)} documents, {len(prompts)} prompts, "
+        f"corpus: {len(train_sources)} files, {len(documents)} documents, "
         f"{len(train_tokens):,} train tokens, {len(held_out_tokens):,} held-out tokens"
     )
+
+
+def run_prompts(settings: Settings) -> None:
+    """Write `out/prompts.json`."""
+    _, held_out_sources = read_stdlib(settings.max_files)
+    tokenizer = Tokenizer.from_file(str(settings.target_dir / "tokenizer.json"))
+    prompts = cut_prompts(held_out_sources, tokenizer, settings.seed)
+    write_json(settings.out / "prompts.json", prompts)
+    print(f"{len(prompts)} prompts")
 
 
 def read_stdlib(max_files: int | None) -> tuple[list[str], list[str]]:
@@ -98,8 +104,8 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
 
-def train_tokenizer(sources: list[str]) -> Tokenizer:
-    """Byte-level BPE of VOCAB_SIZE tokens; the special tokens get the first ids."""
+def train_tokenizer(sources: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE; the special tokens get the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -109,7 +115,7 @@ def train_tokenizer(sources: list[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[EOS_TOKEN, MASK_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

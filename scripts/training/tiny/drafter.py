@@ -17,7 +17,7 @@ from training.blocks import (
 )
 from training.files import save_checkpoint
 from training.loop import step_generator, train
-from training.tiny.settings import DRAFTER_CONFIG, DRAFTER_STAGE, Settings
+from training.tiny.settings import DRAFTER_STAGE, Settings
 from training.tiny.target import load_served_target, load_tokens, random_windows
 
 # The generated sequences held aside to measure the drafter, and the step number that draws their anchors.
@@ -29,8 +29,8 @@ def run(settings: Settings) -> None:
     """Train the drafter in float32 with bf16 autocast and write it, rounded to bf16, to `out/drafter`."""
     torch.manual_seed(settings.seed)
     target = load_served_target(settings)
-    drafter = ReferenceDrafter(DRAFTER_CONFIG)
-    initialize(drafter, DRAFTER_CONFIG["initializer_range"])
+    drafter = ReferenceDrafter(settings.drafter_config)
+    initialize(drafter, settings.drafter_config["initializer_range"])
     drafter.to(settings.device)
     block_size = drafter.config.block_size
     corpus = load_tokens(settings, "train_tokens.pt")
@@ -80,6 +80,6 @@ def run(settings: Settings) -> None:
         return {"loss": float(loss), "accept_length": float(lengths.float().mean())}
 
     def save() -> None:
-        save_checkpoint(settings.drafter_dir, DRAFTER_CONFIG, drafter.state_dict())
+        save_checkpoint(settings.drafter_dir, settings.drafter_config, drafter.state_dict())
 
     train("drafter", drafter, loss_at, evaluate, save, settings.drafter, settings.work)

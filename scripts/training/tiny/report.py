@@ -14,7 +14,7 @@ from sglang_dflash.oracle.decode import dflash_generate, greedy_generate
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
 from training.files import plot_losses, read_json, write_json
-from training.tiny.settings import MAX_BYTES, Settings
+from training.tiny.settings import Settings
 
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
@@ -28,7 +28,7 @@ def run_evaluation(settings: Settings) -> None:
     target = AutoModelForCausalLM.from_pretrained(settings.target_dir, dtype=torch.float32)
     target = target.to(settings.device).eval()
     drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir, torch.float32).to(settings.device)
-    prompts = load_prompts(settings.out)[: settings.eval_prompts]
+    prompts = load_prompts(settings.prompts_dir)[: settings.eval_prompts]
 
     accept_lengths, samples, num_exact = [], [], 0
     for index, prompt in enumerate(tqdm(prompts, desc="eval", mininterval=5)):
@@ -58,7 +58,7 @@ def run_report(settings: Settings) -> None:
     settings.report.mkdir(parents=True, exist_ok=True)
     files = sorted(path for path in settings.out.rglob("*") if path.suffix in {".json", ".safetensors"})
     num_bytes = sum(path.stat().st_size for path in files)
-    assert num_bytes <= MAX_BYTES, f"the pair takes {num_bytes:,} bytes, more than {MAX_BYTES:,}"
+    assert num_bytes <= settings.max_bytes, f"the pair takes {num_bytes:,} bytes, more than {settings.max_bytes:,}"
 
     losses = {name: read_json(settings.work / f"{name}_losses.json") for name in TITLES}
     summary = {

@@ -13,7 +13,6 @@ MASK_ID = 1
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
-MAX_BYTES = 8 * 2**20
 
 # Each stage draws random numbers of its own (`step_generator`).
 TARGET_STAGE, GENERATE_STAGE, DRAFTER_STAGE = range(3)
@@ -86,16 +85,26 @@ DRAFTER_CONFIG = {
 
 @dataclass
 class Settings:
-    """All sizes of a run; the defaults are those of one H100 within about eight minutes."""
+    """A pair's models, and all sizes of a run; the defaults are the tiny pair's on one H100 within eight minutes.
+
+    Attributes:
+        target_config, drafter_config: what `config.json` says of them.
+        max_bytes: of the pair's files, at most.
+    """
 
     work: Path
     out: Path
     report: Path
     device: str
     seed: int
+    target_config: dict = field(default_factory=lambda: TARGET_CONFIG)
+    drafter_config: dict = field(default_factory=lambda: DRAFTER_CONFIG)
+    max_bytes: int = 8 * 2**20
     max_files: int | None = None
     sequence_length: int = 2048
     target_batch: int = 16
+    # Of held-out text, that the target is evaluated with; None: all.
+    held_out_batches: int | None = None
     target: TrainSettings = field(
         default_factory=lambda: TrainSettings(700, 120.0, 2.5e-3, 100, 0.1, 50),
     )
@@ -127,10 +136,21 @@ class Settings:
     def drafter_dir(self) -> Path:
         return self.out / "drafter"
 
+    @property
+    def prompts_dir(self) -> Path:
+        """The pair with whose prompts this one is evaluated."""
+        return self.out
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target_config["vocab_size"]
+
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Settings":
         """Settings from the command line; creates the folders."""
         settings = cls(args.work, args.out, args.report, args.device, args.seed)
+        if args.device == "cpu":
+            settings.shrink_for_cpu()
         if args.smoke:
             settings.shrink_for_smoke()
         settings.target.steps = args.target_steps or settings.target.steps
@@ -140,10 +160,20 @@ class Settings:
         settings.drafter.max_seconds = args.drafter_seconds or settings.drafter.max_seconds
         return settings
 
+    def shrink_for_cpu(self) -> None:
+        """Steps so small that a core takes a thousand of them in some minutes; what comes out is a worse pair."""
+        self.sequence_length, self.target_batch = 256, 4
+        self.held_out_batches = 50
+        self.target.eval_every = self.drafter.eval_every = 500
+        self.generated_length, self.generation_batch = 192, 128
+        self.drafter_batch, self.anchors = 8, 8
+        self.corpus_batch, self.corpus_anchors = 2, 12
+
     def shrink_for_smoke(self) -> None:
         """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
         self.max_files = 30
         self.sequence_length, self.target_batch = 256, 4
+        self.held_out_batches = 2
         self.target = TrainSettings(20, 60.0, 3e-3, 4, 0.1, 10)
         self.generated_length, self.generation_batch, self.generation_batches = 96, 8, 3
         self.drafter_batch, self.anchors = 4, 3

@@ -1,22 +1,25 @@
-"""Target stages: train the Qwen3 target on the corpus; let it continue corpus prompts for the drafter."""
+"""Target stages: train the target on the corpus; let it continue corpus prompts for the drafter."""
 
+import math
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.files import save_checkpoint, write_json
 from training.loop import step_generator, train
-from training.tiny.settings import EOS_ID, GENERATE_STAGE, TARGET_CONFIG, TARGET_STAGE, Settings
+from training.tiny.settings import EOS_ID, GENERATE_STAGE, TARGET_STAGE, Settings
 
 
 def run_training(settings: Settings) -> None:
     """Train the target in float32 with bf16 autocast and write it, rounded to bf16, to `out/target`."""
     torch.manual_seed(settings.seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**TARGET_CONFIG, "dtype": "float32", "torch_dtype": "float32"}))
+    config = AutoConfig.for_model(**settings.target_config | {"dtype": "float32", "torch_dtype": "float32"})
+    model = AutoModelForCausalLM.from_config(config)
+    initialize_decays(model)
     model = model.to(settings.device)
     train_tokens = load_tokens(settings, "train_tokens.pt")
     held_out_tokens = load_tokens(settings, "held_out_tokens.pt")
@@ -29,13 +32,14 @@ def run_training(settings: Settings) -> None:
     def evaluate() -> dict[str, float]:
         length = settings.sequence_length + 1
         windows = held_out_tokens[: len(held_out_tokens) // length * length].view(-1, length).long()
-        losses = [next_token_loss(model, batch, settings.device) for batch in windows.split(settings.target_batch)]
-        sizes = torch.tensor([len(batch) for batch in windows.split(settings.target_batch)], dtype=torch.float32)
+        batches = windows.split(settings.target_batch)[: settings.held_out_batches]
+        losses = [next_token_loss(model, batch, settings.device) for batch in batches]
+        sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.float32)
         return {"loss": float((torch.stack(losses).cpu() * sizes).sum() / sizes.sum())}
 
     def save() -> None:
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        save_checkpoint(settings.target_dir, TARGET_CONFIG, weights)
+        save_checkpoint(settings.target_dir, settings.target_config, weights)
 
     train("target", model, loss_at, evaluate, save, settings.target, settings.work)
     generation_config = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
@@ -67,6 +71,19 @@ def run_generation(settings: Settings) -> None:
     generated = {"tokens": torch.cat(sequences), "prompt_lengths": torch.cat(prompt_sizes)}
     torch.save(generated, settings.work / "generated.pt")
     print(f"generated: {len(generated['tokens']):,} sequences in {time.monotonic() - started:.0f} s")
+
+
+def initialize_decays(model: PreTrainedModel) -> None:
+    """Of recurrent layers: steps from 0.001 to 0.1, with which some heads forget in a few tokens, others in thousands.
+
+    Source: Mamba 2 (Dao and Gu, arXiv 2405.21060). transformers' own are 1.3, with which most heads forget all they
+    have seen with every token.
+    """
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias"):
+            steps = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+            # What softplus makes these steps of.
+            weight.data = steps + torch.log(-torch.expm1(-steps))
 
 
 def load_tokens(settings: Settings, name: str) -> Tensor:
@@ -111,10 +128,12 @@ def next_token_loss(model: PreTrainedModel, windows: Tensor, device: str) -> Ten
 @torch.inference_mode()
 def continue_greedily(target: PreTrainedModel, prompts: Tensor, length: int) -> Tensor:
     """prompts [batch, n] -> [batch, length] int64: the prompts and their greedy continuations."""
-    cache = DynamicCache()
+    # The target makes it, of layers like its own.
+    cache = None
     tokens, step_ids = [prompts], prompts
     for _ in range(length - prompts.shape[1]):
-        logits = target(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        step_ids = logits[:, -1:].argmax(-1)
+        output = target(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        step_ids = output.logits[:, -1:].argmax(-1)
         tokens.append(step_ids)
     return torch.cat(tokens, dim=1)

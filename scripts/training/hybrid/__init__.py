@@ -1,0 +1,13 @@
+"""The hybrid pair: a Qwen3.5 target, Gated DeltaNet beside full attention, and its DFlash drafter, 0.9 M parameters.
+
+It is trained as the tiny pair is, by the same stages.
+"""
+
+from training import tiny
+from training.hybrid.settings import HybridSettings
+
+# It is evaluated with the tiny pair's prompts.
+STAGES = {name: stage for name, stage in tiny.STAGES.items() if name != "prompts"}
+
+add_arguments = tiny.add_arguments
+make_settings = HybridSettings.from_arguments
