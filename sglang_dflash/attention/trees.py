@@ -97,10 +97,15 @@ class TreeAttentionBackend(AttentionBackend):
         trees, heads = forward_batch.spec_info.trees, layer.tp_q_head_num
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.forward_metadata)
-            if k_rope is None:
-                self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
-            else:
+            if k_rope is not None:
                 self.token_to_kv_pool.set_mla_kv_buffer(layer, slots.loc, k, k_rope)
+            elif layer.k_scale is None:
+                self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
+            elif isinstance(self.token_to_kv_pool, MLATokenToKVPool):
+                # It takes no scales.
+                self.token_to_kv_pool.set_kv_buffer(layer, slots, k / layer.k_scale, v)
+            else:
+                self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         query = q.view(-1, heads, layer.head_dim) if q_rope is None else _join(q, q_rope, heads)
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         is_scaled = k_cache.dtype != q.dtype and layer.k_scale is not None

@@ -108,7 +108,9 @@ def assert_served(result: dict) -> None:
 def test_full_pool(tmp_path):
     # Sampled rows need the most memory beside the pool.
     rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
-    result, [least_free] = fill(tmp_path, {"skip_tokenizer_init": True}, rounds, ENVIRONMENT)
+    # So few that none ends before all have begun.
+    engine = {"skip_tokenizer_init": True, "max_running_requests": 64}
+    result, [least_free] = fill(tmp_path, engine, rounds, ENVIRONMENT)
     described = result["described"]
     print(f"\n{described['kv_bytes_per_token']} bytes per token, room for {described['kv_capacity_tokens']} tokens")
     print(f"{result['rounds'][0]['num_retractions']} retractions, {least_free} MiB free at the fullest")
@@ -145,7 +147,11 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
     seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
     overruled = [kind | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
-    environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+    environment = {
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+        # What is free is then what is not needed: blocks of one size do not wait for others of that size.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
 
     result, least_free = fill(tmp_path, engine, [PLAIN, [*PLAIN, *overruled], overruled], environment)
 

@@ -43,23 +43,23 @@ class Tile:
         rows: pairs of a node and a head; a power of two.
         keys: of a step; a power of two.
         warps: of the thread block.
+        stages: steps whose loads and products are under way at a time.
     """
 
     rows: int
     keys: int
     warps: int
+    stages: int = 3
 
 
 # By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
 # So chosen that registers and a Hopper GPU's shared memory (227 KiB per thread block) hold them.
 _TILES = {
-    256: Tile(rows=128, keys=64, warps=8),
+    256: Tile(rows=128, keys=64, warps=8, stages=5),
     512: Tile(rows=64, keys=32, warps=8),
     1280: Tile(rows=64, keys=32, warps=8),
     2560: Tile(rows=16, keys=16, warps=8),
 }
-# Slots are loaded, then their keys and values, then these are multiplied: all three at a time, of consecutive steps.
-_STAGES = 3
 # Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
 _FLOAT32_ROWS = 16
 # Of other dtypes, four warps have registers for so many logits of a step and numbers of the output together.
@@ -460,7 +460,7 @@ def launch(
         IS_V_IN_K=is_v_in_k,
         IS_SPLIT=num_splits > 1,
         num_warps=tile.warps,
-        num_stages=_STAGES,
+        num_stages=tile.stages,
     )
     if num_splits > 1:
         padded_splits, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
