@@ -45,6 +45,7 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
+from bench.arguments import number_or_none, positive
 from bench.chart import draw
 from bench.engine import APIS, MODES, Configuration, EngineProcess, Load, Serving, Workload
 from bench.groups import Candidate, pack, running
@@ -294,17 +295,6 @@ def write_report(results: Results, out: Path, chart: bool) -> None:
     text = markdown(results, out.name.replace("_", " "), f"{out.name}.png" if chart else None)
     Path(f"{out}.md").write_text(text)
     print(text)
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return number
-
-
-def number_or_none(text: str) -> int | None:
-    return None if text == "none" else positive(text)
 
 
 def yes_or_no(text: str) -> bool:

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from bench.arguments import number_or_none
 from bench.engine import Configuration, Load, Workload
 from bench.groups import Candidate, pack, running
 from bench.pairs import PAIRS
@@ -50,16 +51,20 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
         accept_length=args.accept_length,
         chat_arguments={},
     )
+    # In-tree has chains alone.
+    ways = [(mode, nodes) for mode in args.modes for nodes in args.trees if mode == "ours" or nodes is None]
     return pack(
         [
             [
                 Candidate(
-                    Configuration(mode, pair.target, pair.drafter, backend, draft_window=args.draft_window),
+                    Configuration(
+                        mode, pair.target, pair.drafter, backend, draft_window=args.draft_window, nodes=nodes
+                    ),
                     workload,
                     pair.is_dummy,
                     pair.share[0],
                 )
-                for mode in args.modes
+                for mode, nodes in ways
             ]
             for backend in args.backends
         ]
@@ -179,6 +184,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=["in-tree", "ours"], default=["in-tree", "ours"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--draft-window", type=int)
+    parser.add_argument("--trees", nargs="+", type=number_or_none, default=[None], help="nodes; none: chains")
     parser.add_argument("--cycles", type=int, default=12)
     parser.add_argument("--top", type=int, default=60, help="kernels to list")
     parser.add_argument("--accept-length", type=float, default=6.5)
