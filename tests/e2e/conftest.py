@@ -20,7 +20,8 @@ def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     for item in items:
         marker = item.get_closest_marker("cpu")
         if marker is not None and torch.cuda.is_available():
@@ -29,6 +30,10 @@ def pytest_collection_modifyitems(items):
         settings = params.get("settings")
         if torch.cuda.is_available() and isinstance(settings, Settings) and settings.num_nodes is not None:
             item.add_marker(pytest.mark.skip(reason=TREES_ON_A_GPU))
+        if config.pluginmanager.hasplugin("xdist"):
+            # One of its processes has the servers of these settings, or of this file.
+            group = settings.name if isinstance(settings, Settings) else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(wrapper=True)

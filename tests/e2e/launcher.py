@@ -4,9 +4,9 @@ Most of a server's start is that each of its processes imports SGLang. Here its 
 with every module imported and nothing run, and its scheduler and detokenizer from the main process, where SGLang would
 spawn them: with the plugins that it has loaded.
 
-usage: launcher.py, with a JSON value per line on stdin. An object starts a program: `arguments` of the interpreter,
-`-m MODULE ...` or `-c CODE`, and the files that take its `stdout` and `stderr`; the answer is its process id, and it
-leads a session. A process id waits for a program to end; the answer is its exit status.
+usage: launcher.py, with a JSON value per line on stdin. An object starts a program: `arguments` of the interpreter
+(`-m MODULE ...`, `-c CODE` or `FILE ...`), and the files that take its `stdout` and `stderr`; the answer is its process
+id, and it leads a session. A process id waits for a program to end; the answer is its exit status.
 """
 
 import importlib
@@ -47,15 +47,21 @@ def redirect(stdout: str, stderr: str) -> None:
         os.close(source)
 
 
-def begin(option: str, program: str, *arguments: str) -> None:
+def begin(program: str, *arguments: str) -> None:
     # SGLang sets "spawn".
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda method, force=False: None
-    sys.argv = [option, *arguments]
-    if option == "-c":
-        exec(program, {"__name__": "__main__"})
+    sys.argv = [program, *arguments]
+    if program == "-c":
+        code = sys.argv.pop(1)
+        exec(code, {"__name__": "__main__"})
+    elif program == "-m":
+        module = sys.argv.pop(1)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        # Where an interpreter looks first.
+        sys.path[0] = os.path.dirname(program)
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
