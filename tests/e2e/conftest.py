@@ -20,20 +20,26 @@ def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+def params_of(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def pytest_itemcollected(item):
+    """Of several processes (pytest-xdist), one has the servers of the same settings, or of the same file."""
+    if item.config.pluginmanager.hasplugin("xdist"):
+        settings = params_of(item).get("settings")
+        group = settings.name if isinstance(settings, Settings) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_modifyitems(items):
     for item in items:
         marker = item.get_closest_marker("cpu")
         if marker is not None and torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(**marker.kwargs))
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        settings = params.get("settings")
+        settings = params_of(item).get("settings")
         if torch.cuda.is_available() and isinstance(settings, Settings) and settings.num_nodes is not None:
             item.add_marker(pytest.mark.skip(reason=TREES_ON_A_GPU))
-        if config.pluginmanager.hasplugin("xdist"):
-            # One of its processes has the servers of these settings, or of this file.
-            group = settings.name if isinstance(settings, Settings) else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(wrapper=True)
