@@ -64,14 +64,14 @@ def log_probabilities(entries: list | None) -> list[float]:
 )
 def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     pair = keeper.pair(settings)
-    requests = various_requests([*mixed_prompts, *prompts[:8]])
+    requests = various_requests(mixed_prompts)
 
     pair.lossless(lambda server: server.generate_concurrently(requests))
     # Cycles of greedy requests alone.
     pair.lossless(lambda server: server.generate_concurrently(requests[:: len(KINDS)]))
     mixed = [
         {"input_ids": prompt, "max_new_tokens": 40, "ignore_eos": True} | MIXED[i % len(MIXED)]
-        for i, prompt in enumerate(prompts[: 3 * len(MIXED)])
+        for i, prompt in enumerate(prompts[: 2 * len(MIXED)])
     ]
     dflash, plain = pair.ask(lambda server: server.generate_concurrently(mixed))
     assert_same_answers(dflash, plain)
