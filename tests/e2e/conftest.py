@@ -16,8 +16,10 @@ from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
 
 
 def pytest_configure():
-    # A run that is terminated takes its servers along, as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run that is terminated takes its servers along, as an interrupted one does. Of several processes (pytest-xdist),
+    # each interrupts itself when the first one ends, which what a shell starts in the background would ignore.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 def params_of(item):

@@ -6,7 +6,8 @@ spawn them: with the plugins that it has loaded.
 
 usage: launcher.py, with a JSON value per line on stdin. An object starts a program: `arguments` of the interpreter
 (`-m MODULE ...`, `-c CODE` or `FILE ...`), and the files that take its `stdout` and `stderr`; the answer is its process
-id, and it leads a session. A process id waits for a program to end; the answer is its exit status.
+id, and it leads a session. A process id waits for a program to end; the answer is its exit status. Null ends the
+launcher and leaves its programs alone; the end of stdin ends them too, as whoever asked for them has been killed.
 """
 
 import importlib
@@ -14,7 +15,9 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
+from contextlib import suppress
 
 # Between them, they import all that a server's processes do.
 MODULES = [
@@ -27,15 +30,24 @@ MODULES = [
 
 def fork_programs() -> dict:
     """Answer every line; returns in the programs, each with its own."""
+    programs = set()
     for line in sys.stdin.buffer:
         request = json.loads(line)
+        if request is None:
+            sys.exit()
         if isinstance(request, int):
+            programs.remove(request)
             answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
         else:
             answer = os.fork()
             if answer == 0:
                 return request
+            programs.add(answer)
         print(answer, flush=True)
+    for program in programs:
+        # Most have ended.
+        with suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGKILL)
     sys.exit()
 
 

@@ -111,7 +111,8 @@ class Launcher:
 
     def stop(self) -> None:
         """Its programs go on."""
-        self._process.communicate()
+        with suppress(BrokenPipeError):
+            self._process.communicate(b"null\n")
 
 
 # By their environments; those used last are kept.

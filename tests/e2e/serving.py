@@ -221,7 +221,7 @@ class Server:
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
         # Of default flags, the one with DFLASH is started as users start theirs.
-        self.is_spawned = dflash and not (settings.flags or settings.dflash_flags)
+        self.is_spawned = dflash and not (settings.flags or settings.dflash_flags or settings.env)
         self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=self.is_spawned)
         atexit.register(self.stop)
 
