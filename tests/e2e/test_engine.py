@@ -26,7 +26,7 @@ def results(tmp_path_factory, prompts):
         dflash, folder = name == "dflash", tmp_path_factory.mktemp(name)
         files = folder / "request.json", folder / "result.json"
         files[0].write_text(json.dumps(request | {"dflash": dflash}))
-        status, _, stderr = processes.run([str(SCRIPT), *map(str, files)], ENV, folder, spawn=dflash)
+        status, _, stderr = processes.run([str(SCRIPT), *map(str, files)], ENV, folder, spawn=dflash, timeout=240)
         assert status == 0, stderr[-5000:]
         results[name] = json.loads(files[1].read_text())
     return results
