@@ -12,6 +12,10 @@ make_smollm2
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
     # One thread: SGLang's processes, with a thread per core each, would mostly wait for each other.
     export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+    # Two processes of pytest, which take their next test, file or group of tests when they have nothing left to do.
+    each_test=(-n 2 --dist worksteal) each_file=(-n 2 --dist loadfile) each_group=(-n 2 --dist loadgroup)
+else
+    each_test=() each_file=() each_group=()
 fi
 
 step() {
@@ -29,28 +33,12 @@ pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
-# What Triton's interpreter runs keeps one core busy, beside tests that mostly wait for processes of theirs. These are
-# processes of their own anyway: the interpreter is chosen when Triton is imported.
-log="$(mktemp)"
-beside=
-trap 'kill $beside 2>/dev/null || true; rm -f "$log"' EXIT
-start_beside() {
-    "${pytest[@]}" "$@" >"$log" 2>&1 &
-    beside=$!
-}
-finish_beside() {
-    local status=0
-    wait "$beside" || status=$?
-    cat "$log"
-    return "$status"
-}
-start_beside tests/kernels
-step "tests/unit" "${pytest[@]}" tests/unit
-step "tests/contract" "${pytest[@]}" tests/contract
-step "tests/kernels" finish_beside
-start_beside tests/e2e -m slow
+# Kernels are a run of their own: Triton's interpreter is chosen when Triton is imported. Tests of one file of
+# tests/contract share what they start, and so do those of the same settings in tests/e2e.
+step "tests/kernels" "${pytest[@]}" "${each_test[@]}" tests/kernels
+step "tests/unit" "${pytest[@]}" "${each_test[@]}" tests/unit
+step "tests/contract" "${pytest[@]}" "${each_file[@]}" tests/contract
 step "tests/gpu" "${pytest[@]}" tests/gpu
-step "tests/e2e" "${pytest[@]}" tests/e2e -m "not slow"
-step "tests/e2e, slow" finish_beside
+step "tests/e2e" "${pytest[@]}" "${each_group[@]}" tests/e2e
 
 printf '\nAll passed in %d min %d s.\n' $((SECONDS / 60)) $((SECONDS % 60))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,9 +25,11 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
     """
     request, result = folder / "request.json", folder / "result.json"
     request.write_text(json.dumps({"engine": engine, "calls": calls}))
-    command = [sys.executable, __file__, request, result]
-    process = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=580)
-    assert process.returncode == 0, process.stderr[-4000:]
+    # Not in the programs that this file is.
+    import processes
+
+    status, _, stderr = processes.run([__file__, str(request), str(result)], env or {}, folder, timeout=580)
+    assert status == 0, stderr[-4000:]
     return json.loads(result.read_text())
 
 

@@ -16,8 +16,22 @@ from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
 
 
 def pytest_configure():
-    # A run that is terminated takes its servers along, as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run that is terminated takes its servers along, as an interrupted one does. Of several processes (pytest-xdist),
+    # each interrupts itself when the first one ends, which what a shell starts in the background would ignore.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+
+
+def params_of(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def pytest_itemcollected(item):
+    """Of several processes (pytest-xdist), one has the servers of the same settings, or of the same file."""
+    if item.config.pluginmanager.hasplugin("xdist"):
+        settings = params_of(item).get("settings")
+        group = settings.name if isinstance(settings, Settings) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_modifyitems(items):
@@ -25,8 +39,7 @@ def pytest_collection_modifyitems(items):
         marker = item.get_closest_marker("cpu")
         if marker is not None and torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(**marker.kwargs))
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        settings = params.get("settings")
+        settings = params_of(item).get("settings")
         if torch.cuda.is_available() and isinstance(settings, Settings) and settings.num_nodes is not None:
             item.add_marker(pytest.mark.skip(reason=TREES_ON_A_GPU))
 

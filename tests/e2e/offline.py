@@ -1,8 +1,8 @@
-"""Generate with the offline Engine, first with DFLASH and then without, and write what came out as JSON.
+"""Generate with the offline Engine, and write what came out as JSON.
 
 A program of its own, since SGLang keeps state per process. usage: offline.py REQUEST RESULT
 
-REQUEST is a JSON file with `input_ids`, `sampling_params` and `engine`, the Engine's arguments.
+REQUEST is a JSON file with `input_ids`, `sampling_params`, `engine`, the Engine's arguments, and whether with `dflash`.
 """
 
 import json
@@ -14,12 +14,12 @@ import sglang
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
-def run(request: dict, dflash: bool) -> dict:
+def run(request: dict) -> dict:
     speculation = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
         dtype="float32",
-        **(speculation if dflash else {}),
+        **(speculation if request["dflash"] else {}),
         **request["engine"],
     )
     try:
@@ -34,6 +34,5 @@ def run(request: dict, dflash: bool) -> dict:
 
 
 if __name__ == "__main__":
-    request = json.loads(Path(sys.argv[1]).read_text())
-    result = {"dflash": run(request, dflash=True), "plain": run(request, dflash=False)}
+    result = run(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(result, default=str))

@@ -1,7 +1,7 @@
 """Programs that use SGLang, in processes of their own: started from nothing, or forked from one that has imported it.
 
-A program is what follows `python` on a command line, `-m MODULE ...` or `-c CODE`. It leads a session, which nothing of
-SGLang leaves.
+A program is what follows `python` on a command line, `-m MODULE ...`, `-c CODE` or `FILE ...`. It leads a session,
+which nothing of SGLang leaves.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Launcher:
 
     def stop(self) -> None:
         """Its programs go on."""
-        self._process.communicate()
+        with suppress(BrokenPipeError):
+            self._process.communicate(b"null\n")
 
 
 # By their environments; those used last are kept.
@@ -151,12 +152,14 @@ def start(
     return _launcher(env, stdout.with_suffix(".launcher")).start(arguments, stdout, stderr)
 
 
-def run(arguments: list[str], env: dict[str, str], folder: Path, *, spawn: bool = False) -> tuple[int, str, str]:
+def run(
+    arguments: list[str], env: dict[str, str], folder: Path, *, spawn: bool = False, timeout: float = 180
+) -> tuple[int, str, str]:
     """Run a program that writes its files to `folder`: its exit status, what it wrote to stdout, and to stderr."""
     stdout, stderr = folder / "stdout", folder / "stderr"
     process = start(arguments, env, stdout, stderr, spawn=spawn)
     try:
-        status = process.wait(180)
+        status = process.wait(timeout)
     finally:
         process.end()
     assert status is not None, f"still running:\n{stderr.read_text()[-4000:]}"

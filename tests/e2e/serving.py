@@ -6,14 +6,13 @@ They serve on a GPU where there is one, else on the CPU.
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +93,8 @@ class Settings:
         dflash_flags: flags that only the server with speculation gets.
         plain_flags: flags that only the server without speculation gets.
         env: environment variables.
+        plain: all settings of the server without speculation, in place of these. Its text is the same however KV lies
+            in its pool and its steps are cut, so layouts are compared with one server.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Settings:
     dflash_flags: tuple[tuple[str, Any], ...] = ()
     plain_flags: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    plain: Settings | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -146,7 +148,10 @@ class Settings:
 
 
 SYNC = ("disable-overlap-schedule", True)
-
+DEFAULT = Settings("default")
+# Without speculation and with overlap scheduling, SGLang's penalties and what it hands to custom logit processors are a
+# token late.
+PLAIN_SYNC = Settings("sync", plain_flags=(SYNC,))
 
 TREES_ON_A_GPU = "servers of float32 on a GPU are deterministic ones, which verify no trees; see tests/gpu"
 
@@ -164,8 +169,7 @@ RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
 # SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
 _CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
-# For every kind of request. The server without speculation runs without overlap scheduling: with it, SGLang's penalties
-# and what it hands to custom logit processors are a token late.
+# For every kind of request.
 _REQUEST_FLAGS = (
     ("enable-custom-logit-processor", True),
     ("enable-return-hidden-states", True),
@@ -178,12 +182,10 @@ REQUESTS_SYNC = Settings(
     "requests-sync", flags=_REQUEST_FLAGS, dflash_flags=(SYNC, ("enable-metrics", True)), plain_flags=(SYNC,)
 )
 REQUESTS_TREES = Settings("requests-trees", flags=_REQUEST_FLAGS, dflash_flags=trees(8), plain_flags=(SYNC,))
+_PAGED_FLAGS = (("page-size", 16), ("chunked-prefill-size", 64))
+PAGED = Settings("page16-chunk64", flags=_PAGED_FLAGS, plain=DEFAULT)
 # A path may be in any of a tree's pages.
-TREES_PAGED = Settings(
-    "page16-chunk64-trees32",
-    flags=(("page-size", 16), ("chunked-prefill-size", 64)),
-    dflash_flags=(SYNC, *trees(8, 32)),
-)
+TREES_PAGED = Settings("page16-chunk64-trees32", flags=_PAGED_FLAGS, dflash_flags=(SYNC, *trees(8, 32)), plain=DEFAULT)
 # Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
 LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
 
@@ -193,12 +195,20 @@ class ServerError(AssertionError):
 
 
 class Server:
-    """One server on a free loopback port. `stop` ends every process that it started, and so does Python's exit."""
+    """One server on a free loopback port. `stop` ends every process that it started, and so does Python's exit.
 
-    def __init__(self, settings: Settings, dflash: bool, log_path: Path) -> None:
+    Args:
+        answers: what servers of the same settings have answered to `generate`, by the request: they are asked once for
+            what is the same every time. None: this one is asked every time.
+    """
+
+    def __init__(
+        self, settings: Settings, dflash: bool, log_path: Path, answers: dict[str, dict] | None = None
+    ) -> None:
         self.settings = settings
         self.dflash = dflash
         self.log_path = log_path
+        self._answers = answers
         port, self._port_claim = claim_port()
         ports = ["--port", str(port)]
         # SGLang would choose the second one long before it listens there, and another process could take it. Replicas
@@ -210,8 +220,8 @@ class Server:
         self._http.trust_env = False
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
-        # Servers of default flags are started as users start theirs.
-        self.is_spawned = not (settings.flags or settings.dflash_flags or settings.plain_flags)
+        # Of default flags, the one with DFLASH is started as users start theirs.
+        self.is_spawned = dflash and not (settings.flags or settings.dflash_flags or settings.env)
         self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=self.is_spawned)
         atexit.register(self.stop)
 
@@ -302,7 +312,16 @@ class Server:
 
         Options are fields of the request or of its `sampling_params`.
         """
-        return self.post("/generate", generate_body(input_ids, options))
+        if self._answers is None or not is_repeatable(options):
+            return self.post("/generate", generate_body(input_ids, options))
+        prompts = input_ids if isinstance(input_ids[0], list) else [input_ids]
+        keys = [json.dumps(generate_body(prompt, options), sort_keys=True) for prompt in prompts]
+        unknown = [i for i, key in enumerate(keys) if key not in self._answers]
+        if unknown:
+            answers = self.post("/generate", generate_body([prompts[i] for i in unknown], options))
+            self._answers |= {keys[i]: answer for i, answer in zip(unknown, answers)}
+        answers = [copy.deepcopy(self._answers[key]) for key in keys]
+        return answers if prompts is input_ids else answers[0]
 
     def generate_concurrently(self, requests_: list[dict]) -> list[dict]:
         """Many requests at a time, one connection each: the arguments of `generate` in, answers in order out."""
@@ -340,11 +359,10 @@ def with_plugin(*names: str) -> tuple[tuple[str, str], ...]:
     return (("PYTHONPATH", os.pathsep.join(folders)),)
 
 
-def end_process_group(process: subprocess.Popen) -> None:
-    """Kill a process that leads a session, and all that it started; nothing of SGLang leaves the session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def is_repeatable(options: dict[str, Any]) -> bool:
+    """Whether `generate` gets the same answer each time: it is not drawn by chance, nor a turn of a session."""
+    is_drawn = options.get("temperature", 0) > 0 and "sampling_seed" not in options
+    return not is_drawn and "n" not in options and "session_params" not in options
 
 
 def generate_body(input_ids: list, options: dict[str, Any]) -> dict[str, Any]:
@@ -393,15 +411,15 @@ class ServerKeeper:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._servers: dict[tuple, Server] = {}
+        self._plain_answers: dict[tuple, dict[str, dict]] = {}
         self._started = 0
 
     @property
     def servers(self) -> list[Server]:
         return list(self._servers.values())
 
-    def pair(self, settings: Settings, plain: Settings | None = None) -> Pair:
-        """Servers of the same settings; the one without speculation has its own where `plain` is given."""
-        return Pair(*self._get([(settings, True), (plain or settings, False)]))
+    def pair(self, settings: Settings) -> Pair:
+        return Pair(*self._get([(settings, True), (settings.plain or settings, False)]))
 
     def server(self, settings: Settings, dflash: bool) -> Server:
         return self._get([(settings, dflash)])[0]
@@ -428,7 +446,8 @@ class ServerKeeper:
             if key in missing:
                 self._started += 1
                 name = f"{self._started:02d}-{settings}-{'dflash' if dflash else 'plain'}.log"
-                self._servers[key] = Server(settings, dflash, self._log_dir / name)
+                answers = None if dflash else self._plain_answers.setdefault(key, {})
+                self._servers[key] = Server(settings, dflash, self._log_dir / name, answers)
         for key in missing:
             try:
                 self._servers[key].wait_until_ready()

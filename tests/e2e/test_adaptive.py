@@ -1,10 +1,9 @@
 """`--speculative-adaptive`: the same answers, of which fewer rows are verified."""
 
-from serving import SYNC, Settings
+from serving import PLAIN_SYNC, Settings
 from various import various_requests
 
-# Without speculation SGLang applies penalties a token late under overlap scheduling.
-ADAPTIVE = Settings("adaptive", dflash_flags=(("speculative-adaptive", True),), plain_flags=(SYNC,))
+ADAPTIVE = Settings("adaptive", dflash_flags=(("speculative-adaptive", True),), plain=PLAIN_SYNC)
 
 
 def test_fewer_rows(keeper, prompts, mixed_prompts):

@@ -9,11 +9,11 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file, save_file
-from serving import REQUEST_SECONDS, Server, Settings, assert_same_answers
+from serving import DEFAULT, REQUEST_SECONDS, Server, assert_same_answers
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
-pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
 TENSOR = load_file(TARGET_DIR / "model.safetensors")[WEIGHT]

@@ -4,13 +4,13 @@ import pytest
 from bench.client import bench_serving
 from bench.engine import APIS, Load, Serving, Workload, environment
 from bench.prompts import TINY_PROMPTS, Prompts
-from serving import DEVICE_FLAGS, Settings
+from serving import DEFAULT, DEVICE_FLAGS
 
 NEW_TOKENS = 96
 NUM_REQUESTS = 8
 
 
-@pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+@pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 @pytest.mark.parametrize("api", APIS)
 def test_bench_serving(pair, api):
     """All requests are answered, and bench_serving finds the acceptance of this run in `/server_info`.

@@ -1,14 +1,12 @@
 """The offline Engine: batches and streams of token ids, without a tokenizer."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 from oracle import assert_same_cycles
-from serving import DEVICE_FLAGS, ENV, assert_same_answers, end_process_group
+from serving import DEVICE_FLAGS, ENV, assert_same_answers
 
 SCRIPT = Path(__file__).with_name("offline.py")
 MAX_NEW_TOKENS = 80
@@ -16,29 +14,22 @@ MAX_NEW_TOKENS = 80
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, prompts):
-    """What `offline.py` writes."""
-    folder = tmp_path_factory.mktemp("offline")
+    """What `offline.py` writes with DFLASH, started as users start it, and without."""
     request = {
         "input_ids": prompts[:12],
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
         "engine": {flag.replace("-", "_"): value for flag, value in DEVICE_FLAGS.items()}
         | {"max_total_tokens": 8000, "max_running_requests": 6, "skip_tokenizer_init": True},
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, SCRIPT, folder / "request.json", folder / "result.json"],
-            env=os.environ | ENV,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout=240)
-        finally:
-            end_process_group(process)
-    assert status == 0, (folder / "log").read_text(errors="replace")[-5000:]
-    return json.loads((folder / "result.json").read_text())
+    results = {}
+    for name in ("dflash", "plain"):
+        dflash, folder = name == "dflash", tmp_path_factory.mktemp(name)
+        files = folder / "request.json", folder / "result.json"
+        files[0].write_text(json.dumps(request | {"dflash": dflash}))
+        status, _, stderr = processes.run([str(SCRIPT), *map(str, files)], ENV, folder, spawn=dflash, timeout=240)
+        assert status == 0, stderr[-5000:]
+        results[name] = json.loads(files[1].read_text())
+    return results
 
 
 def test_our_worker_serves(results):

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from oracle import assert_same_cycles
 from safetensors.torch import load_file, save_file
-from serving import Settings, assert_same_answers
+from serving import DEFAULT, assert_same_answers
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
-pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 
 QUESTION = "def fibonacci(n):\n"
 MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}

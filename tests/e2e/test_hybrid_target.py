@@ -24,7 +24,7 @@ LAYOUTS = [
     (
         "graphs",
         "Qwen3_5ForCausalLM",
-        (CHUNKS, ("cuda-graph-max-bs-decode", 4)),
+        (CHUNKS, ("cuda-graph-max-bs-decode", 4), ("cuda-graph-bs-decode", (1, 2, 4))),
         (("mamba-track-interval", INTERVAL),),
     ),
     (

@@ -18,7 +18,7 @@ def num_cycles(answers: list[dict]) -> int:
 @pytest.fixture
 def default_answers(keeper, prompts):
     """With float32 KV: by a server with DFLASH."""
-    server = keeper.server(Settings("default"), dflash=True)
+    server = keeper.server(Settings("auto", flags=(("kv-cache-dtype", "auto"),)), dflash=True)
     return server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
 
 

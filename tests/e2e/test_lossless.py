@@ -4,29 +4,31 @@ import re
 
 import pytest
 from oracle import assert_same_cycles
-from serving import TREES_PAGED, Settings, trees
+from serving import DEFAULT, PAGED, SYNC, TREES_PAGED, Settings, trees
 
-DEFAULT = Settings("default")
 LAYOUTS = [
     DEFAULT,
     Settings("trees", dflash_flags=trees(8)),
-    Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64))),
+    PAGED,
     TREES_PAGED,
     Settings(
         "page64-sync-block8",
-        flags=(("page-size", 64), ("disable-overlap-schedule", True)),
+        flags=(("page-size", 64), SYNC),
         dflash_flags=(("speculative-dflash-block-size", 8),),
+        plain=DEFAULT,
     ),
     # Paths that end where the drafter's rows do.
     Settings(
         "page64-sync-trees8",
-        flags=(("page-size", 64), ("disable-overlap-schedule", True)),
+        flags=(("page-size", 64), SYNC),
         dflash_flags=(*trees(3, 8), ("speculative-dflash-block-size", 4)),
+        plain=DEFAULT,
     ),
     Settings(
         "chunk64-sync-block2",
-        flags=(("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
+        flags=(("chunked-prefill-size", 64), SYNC),
         dflash_flags=(("speculative-dflash-block-size", 2),),
+        plain=DEFAULT,
     ),
 ]
 

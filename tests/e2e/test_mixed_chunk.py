@@ -1,7 +1,7 @@
 """`--enable-mixed-chunk`: requests that decode join a batch of prefills, with the one token that has no KV yet."""
 
 import pytest
-from serving import SYNC, Settings
+from serving import REQUESTS, SYNC, Settings
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from various import various_requests
 
@@ -11,8 +11,7 @@ DISALLOWED = {
     "custom_params": {"token_ids": [200, 263]},
 }
 SETTINGS = [
-    # Without speculation SGLang applies penalties and processors a token late under overlap scheduling.
-    Settings("mixed", flags=(*MIXED, ("enable-custom-logit-processor", True)), plain_flags=(SYNC,)),
+    Settings("mixed", flags=(*MIXED, ("enable-custom-logit-processor", True)), plain=REQUESTS),
     Settings(
         "mixed-page16-sync",
         flags=(
@@ -21,6 +20,7 @@ SETTINGS = [
             SYNC,
             ("enable-custom-logit-processor", True),
         ),
+        plain=REQUESTS,
     ),
 ]
 

@@ -2,9 +2,9 @@
 
 import pytest
 from oracle import answer_lengths, assert_same_cycles
-from serving import Settings
+from serving import DEFAULT
 
-pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 
 MAX_NEW_TOKENS = 96
 PATIENCE = 5

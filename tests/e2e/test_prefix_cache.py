@@ -2,10 +2,7 @@
 
 import pytest
 from oracle import assert_same_cycles
-from serving import TREES_PAGED, Settings
-
-DEFAULT = Settings("default")
-PAGED = Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64)))
+from serving import DEFAULT, PAGED, TREES_PAGED
 
 pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED, TREES_PAGED], indirect=True, ids=str)
 
@@ -28,7 +25,6 @@ def test_second_request_reuses_a_shared_prefix(pair, prompts, oracle, shared):
     dflash, plain = pair.ask(both)
 
     cached = [answer["meta_info"]["cached_tokens"] for answer in dflash]
-    assert cached == [answer["meta_info"]["cached_tokens"] for answer in plain]
     assert cached == [0, page_floor(shared, pair.dflash.settings)]
     for prompt, answer in zip((first[:200], second), dflash):
         assert_same_cycles(answer, oracle.generate(prompt, 64, ignore_eos=True, **pair.dflash.settings.cycles))
@@ -62,7 +58,7 @@ def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
     # Whether the last token of an answer has KV depends on how far its last step ran.
     length = len(question) + 50
     allowed = {page_floor(length - 1, pair.dflash.settings), page_floor(length, pair.dflash.settings)}
-    assert {answers[1]["meta_info"]["cached_tokens"] for answers in (dflash, plain)} <= allowed
+    assert dflash[1]["meta_info"]["cached_tokens"] in allowed
     prompt = question + dflash[0]["output_ids"] + follow_up
     assert_same_cycles(dflash[1], oracle.generate(prompt, 64, ignore_eos=True, **pair.dflash.settings.cycles))
     assert dflash[1]["output_ids"] == plain[1]["output_ids"]

@@ -1,7 +1,7 @@
 """Sampled answers: seeded ones are those without speculation, token for token, whatever the batch they are in."""
 
 import pytest
-from serving import SYNC, Settings, assert_same_answers
+from serving import DEFAULT, SYNC, Settings, assert_same_answers
 
 # Requests are sampled by their seeds only in this mode. The server without speculation runs without overlap scheduling,
 # with which its penalties would be a token late.
@@ -49,7 +49,7 @@ def test_log_probabilities_of_sampled_tokens(pair, prompts):
 
 
 @pytest.mark.cpu(reason="on CUDA servers of float32 give every request a seed, and refuse min_p; see tests/gpu")
-@pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+@pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 def test_unseeded(pair, prompts):
     """Without seeds no two answers need be the same; a temperature near 0 leaves nothing to chance."""
     requests = [{"input_ids": prompts[4], "max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}] * 4

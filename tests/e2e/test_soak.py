@@ -5,11 +5,11 @@ import json
 
 import pytest
 import soak
-from serving import Settings
+from serving import DEFAULT
 
 from sglang_dflash.tiny_pair import load_prompts
 
-pytestmark = pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 
 
 def arguments(server, tmp_path, **changes) -> argparse.Namespace:

@@ -2,10 +2,8 @@
 
 import pytest
 from oracle import EOS, answer_lengths
-from serving import Settings
+from serving import DEFAULT, PAGED
 
-DEFAULT = Settings("default")
-PAGED = Settings("page16-chunk64", flags=(("page-size", 16), ("chunked-prefill-size", 64)))
 CONTEXT_LENGTH = 2048
 # (prompt, tokens left out at its end): the answer soon ends with EOS, and most often the cycle had accepted more behind
 # it. Found by trying; another pair ends elsewhere.

@@ -5,7 +5,7 @@ from serving import SYNC, Settings
 
 STREAMING = ("enable-streaming-session", True)
 SETTINGS = [
-    Settings("streaming-session", flags=(STREAMING,)),
+    Settings("streaming-session", flags=(STREAMING,), plain_flags=(SYNC,)),
     Settings("streaming-session-sync", flags=(STREAMING, SYNC)),
 ]
 

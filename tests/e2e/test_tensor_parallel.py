@@ -12,26 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
+from serving import DEFAULT, RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
 
 from sglang_dflash.tiny_pair import TARGET_DIR
 
 pytestmark = pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
 
-PLAIN = Settings("default")
-TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=TWO_CORES)
-SMALL_POOL_TWO_RANKS = Settings("tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=TWO_CORES + RETRACT)
+# Compared with one rank without speculation.
+TWO_RANKS = Settings("tp2", flags=(("tp-size", 2),), env=TWO_CORES, plain=DEFAULT)
+SMALL_POOL_TWO_RANKS = Settings(
+    "tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=TWO_CORES + RETRACT, plain=DEFAULT
+)
 LOGGED_TWO_RANKS = Settings("tp2-logged", flags=(("tp-size", 2),), env=TWO_CORES + with_plugin("gather_check"))
-TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),), env=TWO_CORES)
-
-
-@pytest.fixture
-def pair(keeper, settings):
-    """DFLASH on two ranks and no speculation on one; after the test no request may run on, and no KV slot be in use."""
-    pair = keeper.pair(settings, plain=PLAIN)
-    yield pair
-    pair.ask(lambda server: server.flush_cache())
-    pair.ask(lambda server: server.wait_until_empty())
+TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),), env=TWO_CORES, plain=DEFAULT)
 
 
 @pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)

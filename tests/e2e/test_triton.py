@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from oracle import assert_same_cycles
-from serving import ENV, Settings
+from serving import DEFAULT, ENV, Settings
 
 pytestmark = pytest.mark.cpu(reason="Triton's interpreter, and torch_native, are for the CPU; see tests/gpu")
 
@@ -21,6 +21,7 @@ def settings(target: str, drafter: str | None) -> Settings:
         flags=(("attention-backend", target),),
         dflash_flags=(("speculative-draft-attention-backend", drafter),) if drafter else (),
         env=(("TRITON_INTERPRET", "1"),),
+        plain=DEFAULT,
     )
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from serving import TREES_ON_A_GPU, Settings, trees
+from serving import SYNC, TREES_ON_A_GPU, Settings, trees
 from transformers import AutoModelForCausalLM
 from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
@@ -12,20 +12,21 @@ from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 EVICTION_INTERVAL = 128
 
 
-def layout(name: str, *flags: tuple, dflash_flags: tuple = ()) -> tuple:
-    """The pool of the sliding layers is a small part of the other's, and just large enough for the requests below."""
-    pools = (("max-total-tokens", 20000), ("swa-full-tokens-ratio", 0.1))
-    # The warm-up request is text, of tokens that this vocabulary does not have.
-    return name, (*pools, ("decode-log-interval", 5), ("skip-server-warmup", True), *flags), dflash_flags
-
-
+# The pool of the sliding layers is a small part of the other's, and just large enough for the requests below. The
+# warm-up request is text, of tokens that this vocabulary does not have.
+FLAGS = (
+    ("max-total-tokens", 20000),
+    ("swa-full-tokens-ratio", 0.1),
+    ("decode-log-interval", 5),
+    ("skip-server-warmup", True),
+)
+# Name, and flags of the server with DFLASH.
 LAYOUTS = [
-    layout("windowed", ("chunked-prefill-size", 128)),
+    ("windowed", (("chunked-prefill-size", 128),)),
     pytest.param(
-        layout("windowed-trees", ("chunked-prefill-size", 128), dflash_flags=trees(4, 20)),
-        marks=pytest.mark.cpu(reason=TREES_ON_A_GPU),
+        ("windowed-trees", (("chunked-prefill-size", 128), *trees(4, 20))), marks=pytest.mark.cpu(reason=TREES_ON_A_GPU)
     ),
-    layout("windowed-page16-sync", ("page-size", 16), ("chunked-prefill-size", 64), ("disable-overlap-schedule", True)),
+    ("windowed-page16-sync", (("page-size", 16), ("chunked-prefill-size", 64), SYNC)),
 ]
 
 
@@ -37,15 +38,15 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: param[0])
 def settings(request, checkpoints):
     """In place of the settings that other tests name: these need the checkpoints' paths."""
-    name, flags, dflash_flags = request.param
+    name, flags = request.param
     target, drafter = checkpoints
     return Settings(
         name,
-        flags=(*flags, ("model-path", str(target))),
+        flags=(*FLAGS, ("model-path", str(target))),
         dflash_flags=(
             ("speculative-draft-model-path", str(drafter)),
             ("speculative-dflash-block-size", BLOCK_SIZE),
-            *dflash_flags,
+            *flags,
         ),
     )
 
@@ -89,6 +90,6 @@ def test_a_long_answer_leaves_the_pool_of_the_sliding_layers_flat(pair):
 
     assert len(answer["output_ids"]) == 900 and answer["meta_info"]["num_retractions"] == 0
     in_use = [int(tokens) for tokens in re.findall(r"#swa token: (\d+)", pair.dflash.log()[before:])]
-    page_size = dict(pair.dflash.settings.flags).get("page-size", 1)
+    page_size = dict(pair.dflash.settings.dflash_flags).get("page-size", 1)
     assert len(in_use) > 100
     assert max(in_use) <= len(prompt) + WINDOW + EVICTION_INTERVAL + 2 * (pair.dflash.settings.num_rows + page_size)

@@ -1,10 +1,10 @@
 """Servers that do not ask for DFLASH are SGLang's own; that `/server_info` says so is asserted when they start."""
 
 import pytest
-from serving import Settings
+from serving import DEFAULT, Settings
 
 
-@pytest.mark.parametrize("settings", [Settings("default")], indirect=True, ids=str)
+@pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 def test_server_without_speculation(pair, prompts, oracle):
     answer = pair.plain.generate(prompts[0], max_new_tokens=40)
 
