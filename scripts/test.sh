@@ -33,10 +33,10 @@ pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
-# Kernels are a run of their own: Triton's interpreter is chosen when Triton is imported. Tests of one file of
-# tests/contract share what they start, and so do those of the same settings in tests/e2e.
+# Kernels are a run of their own: Triton's interpreter is chosen when Triton is imported. Tests of one file share what they
+# start, and in tests/e2e those of the same settings.
 step "tests/kernels" "${pytest[@]}" "${each_test[@]}" tests/kernels
-step "tests/unit" "${pytest[@]}" "${each_test[@]}" tests/unit
+step "tests/unit" "${pytest[@]}" "${each_file[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" "${each_file[@]}" tests/contract
 step "tests/gpu" "${pytest[@]}" tests/gpu
 step "tests/e2e" "${pytest[@]}" "${each_group[@]}" tests/e2e
