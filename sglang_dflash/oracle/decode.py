@@ -138,13 +138,13 @@ def verify_chain(
         The committed tokens: the accepted drafts and the next bonus.
         [1, L, F], the features of the cached ones, as many.
     """
-    seq_len = cache.get_seq_length()
+    seq_len, has_states = cache.get_seq_length(), is_recurrent(target)
     block = torch.cat([draft_tokens.new_tensor([bonus]), draft_tokens])
     # What is rejected cannot be cut off a state: those that are kept see the accepted tokens alone.
-    tried = copy.deepcopy(cache) if is_recurrent(target) else cache
+    tried = copy.deepcopy(cache) if has_states else cache
     target_tokens, features = target_forward(target, drafter, block, tried)
     accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
-    if is_recurrent(target):
+    if has_states:
         target_forward(target, drafter, block[:accept_length], cache)
     else:
         cache.crop(seq_len + accept_length)

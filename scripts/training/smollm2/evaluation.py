@@ -164,16 +164,15 @@ def measure_batch(
     lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, num_tokens)
     depths = torch.arange(1, block_size, device=tokens.device)
     counts = torch.arange(num_tokens, device=tokens.device)[:, None] + depths < lengths[:, None, None]
-    num_correct = [((ranks == 0) & counts).cumprod(-1).sum(-1)]
+    num_correct = ((ranks == 0) & counts).cumprod(-1).sum(-1)
     own_labels = labels.masked_fill(~counts, -1).flatten(0, 1)
-    for num_nodes in TREES:
-        parts = zip(logits.flatten(0, 1).split(TREE_BATCH), own_labels.split(TREE_BATCH), strict=True)
-        of_trees = [num_correct_in_trees(*part, num_nodes, CANDIDATES) for part in parts]
-        num_correct.append(torch.cat(of_trees).view_as(num_correct[0]))
+    parts = zip(logits.flatten(0, 1).split(TREE_BATCH), own_labels.split(TREE_BATCH), strict=True)
+    of_trees = torch.cat([num_correct_in_trees(*part, TREES, CANDIDATES) for part in parts], dim=1)
+    num_correct = torch.cat([num_correct[None], of_trees.view(len(TREES), *num_correct.shape)])
     found.num += counts.sum((0, 1)).cpu()
     for i, top in enumerate(TOP):
         found.hits[i] += ((ranks < top) & counts).sum((0, 1)).cpu()
-    for length, *correct in zip(lengths.tolist(), *(c.tolist() for c in num_correct), strict=True):
+    for length, *correct in zip(lengths.tolist(), *num_correct.tolist(), strict=True):
         if length < 2:
             continue
         found.tokens.append(length - 1)
