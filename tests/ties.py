@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Of two logits of a random target in bf16, that reach 16, where neighbouring numbers are 0.125 apart; another expert
+# adds its share.
+TIE, TIE_OF_EXPERTS = 0.25, 0.5
+
 
 def first_difference(want: dict, got: dict) -> int | None:
     """Where the `output_ids` of two answers part; None: nowhere."""
