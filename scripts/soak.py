@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shlex
 import subprocess
@@ -94,7 +95,7 @@ class Row:
         tokens_per_s: of answers, in this stretch.
         acceptance_length: committed tokens per cycle and request, in this stretch.
         held_tokens: of the KV pool, with what the prefix cache has.
-        gpu_mib: memory in use, of all GPUs; None without a GPU.
+        gpu_mib: memory in use, of all visible GPUs; None without a GPU.
     """
 
     seconds: float
@@ -188,6 +189,8 @@ def gpu_mib() -> int | None:
     if not Path("/dev/nvidiactl").exists():
         return None
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query.append(f"--id={visible}")
     return sum(int(line) for line in subprocess.check_output(query, text=True).split())
 
 

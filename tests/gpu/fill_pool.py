@@ -22,8 +22,8 @@ def main(arguments: str, kinds: str, output: str) -> None:
     state = engine.get_server_info()["internal_states"][0]
     described, running = state["sglang_dflash"], state["effective_max_running_requests_per_dp"]
     share = described["kv_capacity_tokens"] // running
-    # SGLang admits requests that it expects to end in time, and these do not: together they need 1.1 times the pool.
-    prompt_len, new_tokens = int(0.9 * share), int(0.2 * share)
+    # SGLang admits requests that it expects to end in time, and these do not: together they need more than the pool.
+    prompt_len, new_tokens = int(0.92 * share), int(0.13 * share)
     draw, num_requests = random.Random(0), running + running // 4
     rounds = []
     for number, of_round in enumerate(json.loads(kinds)):
