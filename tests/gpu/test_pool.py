@@ -41,12 +41,8 @@ ENGINE = {
     # Requests are admitted as if they would end early, so that the pool runs full.
     "schedule_conservativeness": 0.3,
 }
-ENVIRONMENT = {
-    # Drafts of dummy weights are all wrong.
-    "SGLANG_SIMULATE_ACC_LEN": "8",
-    # SGLang's own check of its pool, which ends an Engine that has lost a slot.
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-}
+# SGLang's own check of its pool, which ends an Engine that has lost a slot.
+ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
 def write_configs(folder: Path) -> dict:
@@ -108,7 +104,7 @@ def assert_served(result: dict) -> None:
 def test_full_pool(tmp_path):
     # Sampled rows need the most memory beside the pool.
     rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
-    # So few that none ends before all have begun.
+    # So few, and drafts of dummy weights are so wrong, that none ends before all have begun.
     engine = {"skip_tokenizer_init": True, "max_running_requests": 64}
     result, [least_free] = fill(tmp_path, engine, rounds, ENVIRONMENT)
     described = result["described"]
@@ -121,7 +117,7 @@ def test_full_pool(tmp_path):
     assert least_free > 0
 
 
-# With a tokenizer of the prompts' tokens, for grammars; no acceptance is simulated, which would break them.
+# With a tokenizer of the prompts' tokens, for grammars.
 MANY = {
     "tokenizer_path": str(TARGET_DIR),
     "max_running_requests": RUNNING,
@@ -147,8 +143,7 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
     seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
     overruled = [kind | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
-    environment = {
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    environment = ENVIRONMENT | {
         # What is free is then what is not needed: blocks of one size do not wait for others of that size.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }

@@ -40,20 +40,23 @@ def test_up_to_ties(name, backend, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if not target.has_experts])
 def test_trees_exact(name, tmp_path):
     """More nodes than a block has rows. Servers that verify trees cannot be deterministic ones: rounding depends on the
     size of a batch, by far less than what float32 logits of different tokens are apart."""
-    answers = generate(tmp_path, name, "float32", ENGINE | {"attention_backend": "triton"}, EXACT_ENV, num_nodes=24)
+    engine = ENGINE | {"attention_backend": "triton"}
+    # SGLang's CUDA kernels of norms take no float32, and graphs cannot capture its experts in torch.
+    environment = EXACT_ENV | {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    answers = generate(tmp_path, name, "float32", engine, environment, num_nodes=24)
     report(f"{name}, float32 on triton, trees", answers)
     assert_exact(answers)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.backends])
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.backends or target.has_experts])
 def test_trees_up_to_ties(name, tmp_path):
     """The backend is that of prompts alone."""
-    backend = TARGETS[name].backends[0]
+    backend = (*TARGETS[name].backends, "triton")[0]
     answers = generate(tmp_path, name, "bfloat16", ENGINE | {"attention_backend": backend}, {}, num_nodes=24)
     report(f"{name}, bf16 on {backend}, trees", answers)
     assert_up_to_ties(name, answers)

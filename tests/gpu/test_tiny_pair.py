@@ -74,17 +74,18 @@ def test_hybrid_pair(backend, plain, tmp_path):
     """A target with recurrent layers, and a drafter that was trained for it."""
     flags = ("--pair", "hybrid")
     dflash = generate(tmp_path, backend, backend, *flags)
-    check_answers(f"hybrid pair, {backend}", plain(backend, *flags), dflash, HYBRID_CPU_ACCEPT_LENGTH)
+    # Its texts part sooner than those of the tiny pair, and other texts are drafted otherwise.
+    check_answers(f"hybrid pair, {backend}", plain(backend, *flags), dflash, HYBRID_CPU_ACCEPT_LENGTH, rel=0.06)
 
 
-def check_answers(name: str, plain: dict, dflash: dict, accept_length: float) -> None:
+def check_answers(name: str, plain: dict, dflash: dict, accept_length: float, rel: float = 0.03) -> None:
     assert plain["worker"] is None and dflash["worker"]["worker"] == "DFlashWorker"
     same = count_identical(plain["results"], dflash["results"], TIE)
     cycles = sum(result["verify_ct"] for result in dflash["results"])
     tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
     print(f"\n{name}: {same} of {len(plain['results'])} identical, {tokens / cycles:.3f} tokens per cycle")
     assert len(plain["results"]) >= 50
-    assert tokens / cycles == pytest.approx(accept_length, rel=0.03)
+    assert tokens / cycles == pytest.approx(accept_length, rel=rel)
 
 
 @pytest.mark.gpu
