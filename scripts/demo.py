@@ -46,7 +46,7 @@ class Question:
         return {"text": text, "sampling_params": sampling, "stream": True}
 
 
-# Its continuation is easy to read, and drafted about as well as that of the average prompt.
+# Continuations and answers are easy to read, and drafted about as well as those of the average prompt.
 CODE = Question(
     text="    def __iter__(self):\n        return self\n\n    @property",
     warm_up="class PriorityQueue(Queue):",
@@ -58,7 +58,7 @@ QUESTIONS = {
     "tiny": CODE,
     "hybrid": CODE,
     "smollm2": Question(
-        text="What is photosynthesis, and why is it important?",
+        text="Write a short poem about the sea.",
         warm_up="Hello!",
         is_chat=True,
         new_tokens=128,
@@ -115,7 +115,6 @@ def ask(args: argparse.Namespace) -> None:
     runs += [answer(http, args.url, body) for _ in range(question.runs - 1)]
     fastest = min(runs, key=lambda run: run["seconds"])
     fastest["device"] = info["device"]
-    fastest["block_size"] = worker["block_size"] if worker else 1
     args.result.write_text(json.dumps(fastest))
     print(
         f"\n\n[{args.name}] {fastest['tokens']} tokens in {fastest['seconds']:.2f} s (fastest of {question.runs}): "
@@ -256,11 +255,10 @@ def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
     if not QUESTIONS[pair].is_chat:
         print("\nThe pair is tiny: its text shows that both agree, not what a good model writes.")
     if speedup < 1:
-        steps = dflash["cycle_ms"] / plain["cycle_ms"]
         print(
-            f"\nSpeculation is slower here: drafting and verifying {dflash['block_size']} tokens costs {steps:.1f} "
-            f"plain steps, and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has no idle "
-            "arithmetic to verify them with; a GPU has."
+            f"\nSpeculation is slower here: a cycle takes {dflash['cycle_ms'] / plain['cycle_ms']:.1f} plain steps "
+            f"and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has little idle arithmetic to "
+            "verify drafts with; a GPU has."
         )
     # In bf16, a tie between two tokens may fall differently where the GPU sums in another order.
     if not same and dflash["device"] == "cpu":
