@@ -74,7 +74,7 @@ def test_session(pair, prompts):
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause(pair, prompts, mode):
     # Long enough for the load to be reported while they run.
-    requests = [{"input_ids": prompt, "max_new_tokens": 1000, "ignore_eos": True} for prompt in prompts[:4]]
+    requests = [{"input_ids": prompt, "max_new_tokens": 600, "ignore_eos": True} for prompt in prompts[:4]]
 
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(pair.dflash.generate_concurrently, requests)

@@ -14,7 +14,11 @@ PLUGIN = with_plugin("eager_graphs")
 # not say so on a CPU, where all sizes to 16 were captured.
 FLAGS = (("cuda-graph-bs-decode", (1, 2, 4, 8)),)
 ADAPTIVE = Settings(
-    "graphs-adaptive", flags=FLAGS, dflash_flags=(("speculative-adaptive", True),), env=PLUGIN, plain=PLAIN_SYNC
+    "graphs-adaptive-tp2",
+    flags=(*FLAGS, ("tp-size", 2)),
+    dflash_flags=(("speculative-adaptive", True),),
+    env=PLUGIN + TWO_CORES,
+    plain=PLAIN_SYNC,
 )
 # No graph but of these sizes; other batches run without one, with whole blocks.
 NOT_PADDED = Settings(
@@ -24,7 +28,6 @@ NOT_PADDED = Settings(
     env=PLUGIN,
     plain=PLAIN_SYNC,
 )
-TWO_RANKS = Settings("graphs-tp2", flags=(*FLAGS, ("tp-size", 2)), env=PLUGIN + TWO_CORES, plain=PLAIN_SYNC)
 # More nodes than a block has rows.
 TREES = Settings(
     "graphs-trees-tp2",
@@ -58,7 +61,6 @@ def log_probabilities(entries: list | None) -> list[float]:
     [
         (ADAPTIVE, {1, 4, 8, 12, 16}),
         (NOT_PADDED, {1, 4, 8, 12, 16}),
-        (TWO_RANKS, {16}),
         (TREES, {1, 6, 12, 24}),
     ],
     ids=lambda value: value.name if isinstance(value, Settings) else "",
@@ -86,4 +88,4 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
     assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
-    assert ("in shards" in log) == (settings in (TWO_RANKS, TREES))
+    assert ("in shards" in log) == (settings in (ADAPTIVE, TREES))

@@ -28,7 +28,9 @@ FLAGS = (
 # Prompts and decoding requests in one batch, too.
 MIXED = (("enable-mixed-chunk", True), ("chunked-prefill-size", 64))
 OVERLAP = Settings("hostile-overlap", flags=(*FLAGS, *MIXED))
-SETTINGS = [OVERLAP, Settings("hostile-sync", flags=(*FLAGS, SYNC))]
+SYNCHRONOUS = Settings("hostile-sync", flags=(*FLAGS, SYNC))
+in_both = pytest.mark.parametrize("settings", [OVERLAP, SYNCHRONOUS], indirect=True, ids=str)
+in_overlap = pytest.mark.parametrize("settings", [OVERLAP], indirect=True, ids=str)
 
 TEXT = "def f(x):\n"
 LETTER_A = "66"
@@ -346,9 +348,7 @@ def assert_answered(server, asked: list[tuple]) -> None:
     assert not bad, "\n".join([f"{len(bad)} of {len(asked)}:", *bad[:20]])
 
 
-pytestmark = pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
-
-
+@in_both
 def test_requests_that_fail_alone(server):
     """In prefill and in decode cycles, greedy and drawn, many at a time."""
     left = [each for request in NOTHING_LEFT.values() for each in (request, drawn(request))]
@@ -364,6 +364,7 @@ def test_requests_that_fail_alone(server):
         assert message(response).startswith("custom_logit_processor failed: ")
 
 
+@in_both
 def test_requests_that_fail_while_they_stream(server):
     for request in (NOTHING_LEFT["processor of NaN, late"], PROCESSOR_FAILS["processor raises late"]):
         *_, last = server.post_stream("/generate", request | {"stream": True})
@@ -371,6 +372,7 @@ def test_requests_that_fail_while_they_stream(server):
         assert reason.startswith(("No token is left", "custom_logit_processor failed"))
 
 
+@in_overlap
 def test_requests_that_are_refused(server):
     for name, bodies in REFUSED.items():
         for request in bodies:
@@ -380,12 +382,14 @@ def test_requests_that_are_refused(server):
             assert len(message(response)) < 400
 
 
+@in_overlap
 def test_requests_that_are_answered(server):
     for name, request in SERVED.items():
         response = post(server, request)
         assert response.status_code == 200, f"{name}: {response.text}"
 
 
+@in_overlap
 def test_processor_that_wants_equal_parameters(server):
     """SGLang hands it the rows of all that brought it, of which this one wants the same from each."""
     some = [
@@ -402,6 +406,7 @@ def test_processor_that_wants_equal_parameters(server):
     assert_same_answers(server.generate_concurrently(some), alone)
 
 
+@in_overlap
 def test_what_ended_the_server_when_two_met(server):
     """At the merge of their penalties."""
     long = generate_body([5, 6], {"min_new_tokens": 1500, "max_new_tokens": 1500})
@@ -412,6 +417,7 @@ def test_what_ended_the_server_when_two_met(server):
         assert running.result().status_code == 200
 
 
+@in_overlap
 def test_stop_regex_ends_where_re_finds_it(server):
     """With many ways to match, as with few."""
     answer = server.generate([5, 6, 7], max_new_tokens=100, ignore_eos=True)
@@ -426,14 +432,15 @@ def test_stop_regex_ends_where_re_finds_it(server):
     assert heavy["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-def test_every_parameter_and_field(server, settings):
+@in_overlap
+def test_every_parameter_and_field(server):
     bodies = systematic()
     assert len(bodies) > 1000
     random.Random(0).shuffle(bodies)
-    # Most end before the scheduler, whose two ways of working hardly differ in the others.
-    assert_answered(server, [(each,) for each in (bodies if settings is OVERLAP else bodies[:200])])
+    assert_answered(server, [(each,) for each in bodies])
 
 
+@in_overlap
 def test_prompts_bodies_and_paths(server):
     asked = [({"sampling_params": {"max_new_tokens": 4}} | prompt,) for prompt in PROMPTS]
     asked += [(raw,) for raw in RAW]
@@ -445,6 +452,7 @@ def test_prompts_bodies_and_paths(server):
     assert_answered(server, asked)
 
 
+@in_overlap
 def test_clients_that_hang_up(server):
     chance = random.Random(0)
 
@@ -460,6 +468,7 @@ def test_clients_that_hang_up(server):
         list(threads.map(hang_up, range(60)))
 
 
+@in_overlap
 def test_same_request_id_at_the_same_time(server):
     with ThreadPoolExecutor(8) as threads:
         statuses = list(threads.map(lambda _: status(server, body({"rid": "mine"}, max_new_tokens=60)), range(8)))

@@ -1,8 +1,9 @@
 """Fill an Engine's KV pool with running requests until none is left for the next token, and write what came of it.
 
-usage: fill_pool.py ENGINE KINDS OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments. KINDS is a JSON list of
-rounds: of each, sampling parameters (or `return_logprob`) that its requests get in turn. When a round has ended, a file
-with its number behind OUTPUT's name is there.
+usage: fill_pool.py ENGINE SHARES KINDS OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments. SHARES is a JSON
+list of two: of what each running request could have of the pool, the parts that a prompt and its answer take. KINDS is
+a JSON list of rounds: of each, sampling parameters (or `return_logprob`) that its requests get in turn. When a round
+has ended, a file with its number behind OUTPUT's name is there.
 """
 
 import json
@@ -17,13 +18,12 @@ import sglang
 VOCAB_SIZE = 1000
 
 
-def main(arguments: str, kinds: str, output: str) -> None:
+def main(arguments: str, shares: str, kinds: str, output: str) -> None:
     engine = sglang.Engine(log_level="warning", **json.loads(arguments))
     state = engine.get_server_info()["internal_states"][0]
     described, running = state["sglang_dflash"], state["effective_max_running_requests_per_dp"]
     share = described["kv_capacity_tokens"] // running
-    # SGLang admits requests that it expects to end in time, and these do not: together they need more than the pool.
-    prompt_len, new_tokens = int(0.92 * share), int(0.13 * share)
+    prompt_len, new_tokens = (int(part * share) for part in json.loads(shares))
     draw, num_requests = random.Random(0), running + running // 4
     rounds = []
     for number, of_round in enumerate(json.loads(kinds)):
@@ -32,7 +32,7 @@ def main(arguments: str, kinds: str, output: str) -> None:
             engine.generate(
                 input_ids=[draw.choices(range(1, VOCAB_SIZE), k=prompt_len) for _ in each],
                 sampling_params=[
-                    {"max_new_tokens": new_tokens, "ignore_eos": True}
+                    {"max_new_tokens": new_tokens}
                     | {name: value for name, value in kind.items() if name != "return_logprob"}
                     for kind in each
                 ],

@@ -42,7 +42,7 @@ ENGINE = {
     "schedule_conservativeness": 0.3,
 }
 # SGLang's own check of its pool, which ends an Engine that has lost a slot.
-ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
 def write_configs(folder: Path) -> dict:
@@ -72,10 +72,13 @@ def free_memory() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
-def fill(folder: Path, engine: dict, rounds: list[list[dict]], environment: dict) -> tuple[dict, list[int]]:
+def fill(
+    folder: Path, engine: dict, shares: tuple[float, float], rounds: list[list[dict]], environment: dict
+) -> tuple[dict, list[int]]:
     """What `fill_pool.py` writes, and the least memory that was free, in MiB, in each of its rounds."""
     output, log = folder / "result.json", folder / "log.txt"
-    command = [sys.executable, SCRIPT, json.dumps(ENGINE | engine | write_configs(folder)), json.dumps(rounds), output]
+    arguments = (json.dumps(each) for each in (ENGINE | engine | write_configs(folder), shares, rounds))
+    command = [sys.executable, SCRIPT, *arguments, output]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=stderr)
     least_free = [free_memory() for _ in rounds]
@@ -102,11 +105,14 @@ def assert_served(result: dict) -> None:
 
 @pytest.mark.gpu
 def test_full_pool(tmp_path):
-    # Sampled rows need the most memory beside the pool.
+    # Sampled rows need the most memory beside the pool. If they ignored EOS, SGLang would keep room for all of an answer
+    # from its beginning; without a tokenizer there is none.
     rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
-    # So few, and drafts of dummy weights are so wrong, that none ends before all have begun.
+    # So few, and answers so long, that none ends before all have begun.
     engine = {"skip_tokenizer_init": True, "max_running_requests": 64}
-    result, [least_free] = fill(tmp_path, engine, rounds, ENVIRONMENT)
+    # Drafts of dummy weights are all wrong.
+    environment = STRICT | {"SGLANG_SIMULATE_ACC_LEN": "8"}
+    result, [least_free] = fill(tmp_path, engine, (0.5, 0.7), rounds, environment)
     described = result["described"]
     print(f"\n{described['kv_bytes_per_token']} bytes per token, room for {described['kv_capacity_tokens']} tokens")
     print(f"{result['rounds'][0]['num_retractions']} retractions, {least_free} MiB free at the fullest")
@@ -123,7 +129,9 @@ MANY = {
     "max_running_requests": RUNNING,
     "cuda_graph_bs_decode": [8, 64, RUNNING],
 }
-PLAIN = [{"temperature": 0}, {"temperature": 1.0, "top_p": 0.9}]
+# Until their length, whatever they draw.
+LONG = {"ignore_eos": True}
+PLAIN = [LONG | {"temperature": 0}, LONG | {"temperature": 1.0, "top_p": 0.9}]
 OVERRULED = [
     {"temperature": 0, "return_logprob": True},
     {"temperature": 1.0, "top_p": 0.9, "return_logprob": True},
@@ -142,19 +150,21 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     more than was left for that when the pool was sized, and what SGLang itself keeps of penalties and biases."""
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
     seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
-    overruled = [kind | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
-    environment = ENVIRONMENT | {
+    overruled = [kind | LONG | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
+    environment = STRICT | {
         # What is free is then what is not needed: blocks of one size do not wait for others of that size.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
 
-    result, least_free = fill(tmp_path, engine, [PLAIN, [*PLAIN, *overruled], overruled], environment)
+    # Answers so short that this takes some minutes.
+    rounds = [PLAIN, [*PLAIN, *overruled], overruled]
+    result, least_free = fill(tmp_path, engine, (0.92, 0.13), rounds, environment)
 
     counted = {name: num_bytes >> 20 for name, num_bytes in result["described"]["cycle_bytes"].items()}
     print(f"\nMiB counted: {counted}; free at the fullest of each round: {least_free}")
     assert result["running"] == RUNNING
     assert_served(result)
-    for of_round, kinds in zip(result["rounds"][1:], ([*PLAIN, *overruled], overruled), strict=True):
+    for of_round, kinds in zip(result["rounds"][1:], rounds[1:], strict=True):
         lens = zip(of_round["num_logprobs"], of_round["output_lens"])
         for i, (num_logprobs, output_len) in enumerate(lens):
             assert num_logprobs == (output_len if kinds[i % len(kinds)].get("return_logprob") else 0)
