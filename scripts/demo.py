@@ -257,8 +257,8 @@ def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
     if speedup < 1:
         print(
             f"\nSpeculation is slower here: a cycle takes {dflash['cycle_ms'] / plain['cycle_ms']:.1f} plain steps "
-            f"and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has little idle arithmetic to "
-            "verify drafts with; a GPU has."
+            f"and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has little idle "
+            "arithmetic to verify drafts with; a GPU has."
         )
     # In bf16, a tie between two tokens may fall differently where the GPU sums in another order.
     if not same and dflash["device"] == "cpu":
