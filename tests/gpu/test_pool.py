@@ -105,8 +105,8 @@ def assert_served(result: dict) -> None:
 
 @pytest.mark.gpu
 def test_full_pool(tmp_path):
-    # Sampled rows need the most memory beside the pool. If they ignored EOS, SGLang would keep room for a whole answer from
-    # its beginning; without a tokenizer there is none.
+    # Sampled rows need the most memory beside the pool. If they ignored EOS, SGLang would keep room for whole answers;
+    # without a tokenizer there is none.
     rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
     # So few, and answers so long, that none ends before all have begun.
     engine = {"skip_tokenizer_init": True, "max_running_requests": 64}
