@@ -100,7 +100,7 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         requests=args.requests,
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
         chat_arguments=args.chat_arguments,
-        temperature=args.temperature,
+        temperatures=sorted(args.temperatures),
         serving=make_serving(args),
     )
 
@@ -261,8 +261,9 @@ def take_turns(
             key, measured = key_of(candidate, load), engine.measure(load)
             runs.append(key | {"repeat": repeat} | measured)
             arrivals = "" if load.request_rate is None else f", {load.request_rate:g} arrivals/s"
+            temperature = f", temperature {load.temperature:g}" if load.temperature else ""
             progress.set_postfix_str(
-                f"{candidate.configuration}, {key['prompts']}, concurrency {load.concurrency}{arrivals}: "
+                f"{candidate.configuration}, {key['prompts']}, concurrency {load.concurrency}{arrivals}{temperature}: "
                 f"{measured['tokens_per_s']:.0f} tokens/s"
             )
             progress.update()
@@ -274,7 +275,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
     return {
         "hardware": hardware(args.device),
         "versions": versions(),
-        "method": f"{_METHODS[args.measure]} Temperature {args.temperature:g}.",
+        "method": _METHODS[args.measure],
         "measure": args.measure,
         "repeats": args.repeats,
         "new_tokens": args.new_tokens,
@@ -339,10 +340,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--measure", choices=list(_METHODS), default="requests")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument(
-        "--requests", type=positive, help="answers per run of --measure requests or serving; default: 4 per client"
+        "--requests",
+        type=positive,
+        help="answers per run of --measure requests or serving; default: 4 per client, and at least 16",
     )
     parser.add_argument("--new-tokens", type=positive, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="--measure requests: of all answers")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="--measure requests: of answers")
     parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
     serving = parser.add_argument_group("--measure serving")
     serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
@@ -389,8 +392,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
             raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
-    if args.temperature and args.measure != "requests":
-        raise ValueError("--temperature: for --measure requests only.")
+    if args.temperatures != [0.0] and args.measure != "requests":
+        raise ValueError("--temperatures: for --measure requests only.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:

@@ -50,6 +50,7 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
         requests=None,
         accept_length=args.accept_length,
         chat_arguments={},
+        temperatures=[0.0],
     )
     # In-tree has chains alone.
     ways = [(mode, nodes) for mode in args.modes for nodes in args.trees if mode == "ours" or nodes is None]

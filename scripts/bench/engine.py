@@ -30,6 +30,8 @@ APIS = ("sglang", "sglang-oai-chat")
 
 # Length of the short answer that a long one is compared with.
 _SHORT_TOKENS = 64
+# Of one measurement: fewer would leave one client's figures to chance.
+_MIN_REQUESTS = 16
 # For every position of a tree.
 _CANDIDATES = 8
 # Room for the blocks in flight, per request.
@@ -79,11 +81,13 @@ class Load:
         prompts: an index into the workload's.
         concurrency: clients, or requests in the batch.
         request_rate: requests per second that arrive; None: a client asks again as soon as it is answered.
+        temperature: of all answers.
     """
 
     prompts: int
     concurrency: int
     request_rate: float | None = None
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,10 @@ class Workload:
         concurrency: every number of clients, or of requests in the batch.
         new_tokens: of every answer; those to a dataset may end earlier.
         plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
-        requests: "requests" and "serving": answers per measurement; None: 4 per client.
+        requests: "requests" and "serving": answers per measurement; None: 4 per client, and at least 16.
         accept_length: simulated; None: the drafter's own.
         chat_arguments: for the chat template of the target's tokenizer.
-        temperature: "requests": of all answers.
+        temperatures: "requests": every temperature that is measured.
         serving: None unless "serving" is measured.
     """
 
@@ -130,16 +134,17 @@ class Workload:
     requests: int | None
     accept_length: float | None
     chat_arguments: dict
-    temperature: float = 0.0
+    temperatures: list[float]
     serving: Serving | None = None
 
     @property
     def loads(self) -> list[Load]:
         rates = [None] if self.serving is None else self.serving.request_rates
-        return [Load(*load) for load in itertools.product(range(len(self.prompts)), self.concurrency, rates)]
+        places = itertools.product(range(len(self.prompts)), self.concurrency, rates, self.temperatures)
+        return [Load(*place) for place in places]
 
     def num_requests(self, concurrency: int) -> int:
-        return self.requests or 4 * concurrency
+        return self.requests or max(_MIN_REQUESTS, 4 * concurrency)
 
     @property
     def answer_tokens(self) -> int:
@@ -268,13 +273,14 @@ def serve(job: dict) -> None:
         for _ in range(2):
             generate_batch(engine, sets[index], concurrency, _SHORT_TOKENS)
 
-    def measure(index: int, concurrency: int) -> dict:
+    def measure(index: int, concurrency: int, temperature: float) -> dict:
         prompts = sets[index]
         if workload.measure == "decode":
             new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
             return measure_decode(engine, prompts, concurrency, new_tokens)
         asked = [prompts[i % len(prompts)] for i in range(workload.num_requests(concurrency))]
-        return measure_requests(engine, tokenizer, asked, concurrency, workload)
+        sampling = {"temperature": temperature, "max_new_tokens": workload.new_tokens, "ignore_eos": tokenizer is None}
+        return measure_requests(engine, tokenizer, asked, concurrency, sampling)
 
     def trace(index: int, concurrency: int, steps: int, folder: str) -> None:
         engine.start_profile(output_dir=folder, activities=["GPU"], num_steps=steps, with_stack=False)
@@ -334,13 +340,8 @@ class Answer:
         return len(self.output_ids) - 1
 
 
-def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, workload: Workload) -> dict:
+def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, sampling: dict) -> dict:
     """Clients in a closed loop. Without a tokenizer the weights are dummies, and ends of answers mean nothing."""
-    sampling = {
-        "temperature": workload.temperature,
-        "max_new_tokens": workload.new_tokens,
-        "ignore_eos": tokenizer is None,
-    }
     answers = engine.loop.run_until_complete(ask(engine, prompts, concurrency, sampling))
     result = summarize_answers(answers)
     if any(prompt.answer for prompt in prompts):
@@ -434,7 +435,7 @@ class EngineProcess:
         self._ask("warm_up", load.prompts, load.concurrency)
 
     def measure(self, load: Load) -> dict:
-        return self._ask("measure", load.prompts, load.concurrency)
+        return self._ask("measure", load.prompts, load.concurrency, load.temperature)
 
     def trace(self, load: Load, steps: int, folder: Path) -> list[dict]:
         """The events of rank 0 in the first scheduler steps of a batch, as PyTorch's profiler writes them to `folder`.

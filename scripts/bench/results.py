@@ -16,10 +16,10 @@ from bench.engine import MODES
 # What identifies a figure; the runs that share it are its repeats.
 KEY = (
     *("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window", "nodes", "adaptive"),
-    *("prompts", "concurrency", "request_rate"),
+    *("prompts", "temperature", "concurrency", "request_rate"),
 )
 # What a speed-up is taken within: modes are compared where this is the same.
-_PLACE = ("target", "backend", "tp", "prompts", "concurrency", "request_rate")
+_PLACE = ("target", "backend", "tp", "prompts", "temperature", "concurrency", "request_rate")
 METRICS = {
     "requests_per_s": ("requests/s", 2),
     "tokens_per_s": ("tokens/s", 1),
@@ -78,9 +78,10 @@ class Results:
                     "another --out."
                 )
             self.commands = saved["commands"]
-            # Files in which no rates and no trees were measured do not name them; whether rows were adaptive was the
-            # same for a whole file.
-            others = {"request_rate": None, "nodes": None, "adaptive": saved["setup"].get("adaptive", False)}
+            # Files in which no rates, temperatures and trees were measured do not name them; whether rows were adaptive
+            # was the same for a whole file.
+            others = {"request_rate": None, "temperature": 0.0, "nodes": None}
+            others |= {"adaptive": saved["setup"].get("adaptive", False)}
             self.runs = [others | run for run in saved["runs"]]
 
     @classmethod
@@ -126,9 +127,12 @@ def table(results: Results) -> list[str]:
     figures = results.repeats()
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
     has_rates = any(run["request_rate"] is not None for run in results.runs)
-    has_trees, has_adaptive = (any(run[name] for run in results.runs) for name in ("nodes", "adaptive"))
+    has_trees, has_adaptive, has_temperatures = (
+        any(run[name] for run in results.runs) for name in ("nodes", "adaptive", "temperature")
+    )
     titles = ["drafter", "attention", "tp", "block", "window"]
-    titles += ["tree"] * has_trees + ["adaptive"] * has_adaptive + ["prompts", "concurrency"]
+    titles += ["tree"] * has_trees + ["adaptive"] * has_adaptive + ["prompts"]
+    titles += ["temperature"] * has_temperatures + ["concurrency"]
     titles += ["arrivals/s"] * has_rates + ["served by"]
     titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
@@ -142,7 +146,7 @@ def table(results: Results) -> list[str]:
         }
         cells = [short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
         cells += [run["nodes"] or ""] * has_trees + ["yes" if run["adaptive"] else ""] * has_adaptive
-        cells += [run["prompts"], run["concurrency"]]
+        cells += [run["prompts"]] + [f"{run['temperature']:g}"] * has_temperatures + [run["concurrency"]]
         cells += [run["request_rate"] or ""] * has_rates + [run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
         cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
@@ -163,6 +167,7 @@ def _order(run: dict) -> tuple:
         run["tp"],
         # By length, not by digits.
         re.sub(r"\d+", lambda number: number[0].zfill(9), run["prompts"]),
+        run["temperature"],
         run["concurrency"],
         run["request_rate"] or math.inf,
         MODES.index(run["mode"]),

@@ -258,6 +258,7 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
         "nodes": None,
         "adaptive": False,
         "prompts": "512 tokens",
+        "temperature": 0.0,
         "concurrency": 8,
         "request_rate": None,
     }
@@ -314,7 +315,8 @@ class FakeEngines:
 
             def warm_up(self, load: Load) -> None:
                 arrivals = "" if load.request_rate is None else f" at {load.request_rate:g}/s"
-                engines.log.append(f"{self.configuration.mode} {load.concurrency}{arrivals}")
+                sampled = f" at T {load.temperature:g}" if load.temperature else ""
+                engines.log.append(f"{self.configuration.mode} {load.concurrency}{arrivals}{sampled}")
 
             def measure(self, load: Load) -> dict:
                 self.warm_up(load)
@@ -365,6 +367,17 @@ def test_servers_take_turns_at_every_rate(tmp_path, engines):
     engines.log.clear()
     assert len(sweep(tmp_path / "r.json", *flags, "inf", "2.5", "8").runs) == 6
     assert engines.log == ["start ours server", "start none server", *["ours 4 at 8/s", "none 4 at 8/s"] * 2]
+
+
+def test_engines_take_turns_at_every_temperature(tmp_path, engines):
+    results = sweep(tmp_path / "r.json", "--concurrency", "4", "--repeats", "1", "--temperatures", "0.7", "0")
+
+    turns = [f"{mode} 4{sampled}" for sampled in ("", " at T 0.7") for mode in ("ours", "none") * 2]
+    assert engines.log == ["start ours", "start none", *turns]
+    assert [row.split("|")[7].strip() for row in table(results)] == ["temperature", "---", "0", "0", "0.7", "0.7"]
+    assert [panel.title for panel in panels(results)] == [
+        f"tiny, torch_native, tp 1, tiny-prompts{sampled}" for sampled in ("", ", temperature 0.7")
+    ]
 
 
 def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
@@ -424,11 +437,11 @@ def test_arrivals_have_a_column_and_a_panel(tmp_path):
     assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
 
 
-def test_files_from_before_rates_were_measured(tmp_path):
+def test_files_from_before_rates_and_temperatures_were_measured(tmp_path):
     results = Results(tmp_path / "r.json", SETUP)
     results.add_round(runs_of("none", [10.0]), "command")
     saved = json.loads((tmp_path / "r.json").read_text())
-    del saved["runs"][0]["request_rate"]
+    del saved["runs"][0]["request_rate"], saved["runs"][0]["temperature"]
     (tmp_path / "r.json").write_text(json.dumps(saved))
 
     assert table(Results(tmp_path / "r.json", SETUP)) == table(results)
