@@ -27,6 +27,7 @@ def test_bench_serving(pair, api):
         requests=NUM_REQUESTS,
         accept_length=None,
         chat_arguments={},
+        temperatures=[0.0],
         serving=Serving(api, [None], context_tokens=512, own_lengths=False, prefill_graphs=False),
     )
     url = f"http://127.0.0.1:{server.get('/server_info')['port']}"
