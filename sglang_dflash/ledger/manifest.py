@@ -449,6 +449,8 @@ USES = (
         (
             "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.finalize_fused_in_proj",
             "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._forward_input_proj",
+            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_weight",
+            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_qkvz_width",
         ),
     ),
     Use(

@@ -369,6 +369,8 @@ FINGERPRINTS = {
     'sglang.srt.models.qwen3.Qwen3Attention.forward': '763fb0094f4967f9',
     'sglang.srt.models.qwen3.Qwen3DecoderLayer': '711a05ec0d8fc417',
     'sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._forward_input_proj': '2f10e7181777d380',
+    'sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_qkvz_width': 'd487753f7c89bea1',
+    'sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_weight': 'dc84c0f1e8b21dd3',
     'sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.finalize_fused_in_proj': '8cea4ea4b1c08c40',
     'sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward': '551d454bb228d9bc',
     'sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.capture_aux_hidden_states': 'ccf8068d724ad21f',
