@@ -68,7 +68,7 @@ _METHODS = {
     "are clients, and its radix cache is emptied. Prompts of random tokens get answers of the full length; others may "
     "end earlier.",
 }
-_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "prefill_graphs")
+_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths")
 
 # Who takes turns, and under what.
 Round = tuple[list[Candidate], Load]
@@ -101,6 +101,7 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
         chat_arguments=args.chat_arguments,
         temperatures=sorted(args.temperatures),
+        prefill_graphs=args.prefill_graphs,
         serving=make_serving(args),
     )
 
@@ -124,7 +125,6 @@ def make_serving(args: argparse.Namespace) -> Serving | None:
         request_rates=sorted(args.request_rates, key=lambda rate: rate or math.inf),
         context_tokens=args.context_tokens,
         own_lengths=args.own_lengths,
-        prefill_graphs=args.prefill_graphs,
     )
 
 
@@ -283,6 +283,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "requests": args.requests,
         "accept_length": args.accept_length,
         "chat_arguments": args.chat_arguments,
+        "prefill_graphs": args.prefill_graphs,
         "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
         if args.measure == "serving"
         else None,
@@ -347,6 +348,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=positive, default=128)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="--measure requests: of answers")
     parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
+    parser.add_argument("--prefill-graphs", action="store_true", help="leave SGLang its CUDA graphs of prefills")
     serving = parser.add_argument_group("--measure serving")
     serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
     serving.add_argument(
@@ -356,7 +358,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--context-tokens", type=positive, default=2048, help="leave out longer prompts and answers of a dataset"
     )
     serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
-    serving.add_argument("--prefill-graphs", action="store_true", help="leave SGLang its CUDA graphs of prefills")
     parser.add_argument(
         "--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
     )
@@ -394,6 +395,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
     if args.temperatures != [0.0] and args.measure != "requests":
         raise ValueError("--temperatures: for --measure requests only.")
+    if args.prefill_graphs and args.measure == "decode":
+        raise ValueError("--prefill-graphs: not for --measure decode, which leaves prefills out.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:

@@ -99,14 +99,12 @@ class Serving:
         request_rates: every rate that is measured; None: as fast as the clients ask.
         context_tokens: prompts and answers of a dataset that are longer together are left out.
         own_lengths: whether answers are as long as those of the dataset.
-        prefill_graphs: whether SGLang may capture CUDA graphs of prefills, which takes a while.
     """
 
     api: str
     request_rates: list[float | None]
     context_tokens: int
     own_lengths: bool
-    prefill_graphs: bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,7 @@ class Workload:
         accept_length: simulated; None: the drafter's own.
         chat_arguments: for the chat template of the target's tokenizer.
         temperatures: "requests": every temperature that is measured.
+        prefill_graphs: whether SGLang may capture CUDA graphs of prefills, which takes a while.
         serving: None unless "serving" is measured.
     """
 
@@ -135,6 +134,7 @@ class Workload:
     accept_length: float | None
     chat_arguments: dict
     temperatures: list[float]
+    prefill_graphs: bool = False
     serving: Serving | None = None
 
     @property
@@ -193,7 +193,7 @@ def engine_arguments(
         # server it is emptied before each run.
         "disable_radix_cache": workload.measure == "requests",
         "max_running_requests": max(64, *workload.concurrency),
-        "disable_prefill_cuda_graph": serving is None or not serving.prefill_graphs,
+        "disable_prefill_cuda_graph": not workload.prefill_graphs,
         # A bound on what is free beside other engines; what pools get is `max_total_tokens`.
         "mem_fraction_static": 0.9,
         # An engine that waits for its turn must not keep a core busy.

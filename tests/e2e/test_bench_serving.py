@@ -28,7 +28,7 @@ def test_bench_serving(pair, api):
         accept_length=None,
         chat_arguments={},
         temperatures=[0.0],
-        serving=Serving(api, [None], context_tokens=512, own_lengths=False, prefill_graphs=False),
+        serving=Serving(api, [None], context_tokens=512, own_lengths=False),
     )
     url = f"http://127.0.0.1:{server.get('/server_info')['port']}"
 
