@@ -32,6 +32,7 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
+from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -187,7 +188,7 @@ def split_kv(bs: int, args: argparse.Namespace) -> Case:
     sizes = (MAX_ENTRIES + bs * tiles,) * 4 + (bs + 1, bs * BLOCK_SIZE + 1, 1)
     dtypes = [torch.int32] * 3 + [torch.bool] + [torch.int32] * 3
     split = KVSplit(*(torch.zeros(n, dtype=dtype, device=DEVICE) for n, dtype in zip(sizes, dtypes, strict=True)))
-    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, split)
+    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, 1, split)
     return Case(arguments, lens.nbytes + sum(tensor.nbytes for tensor in vars(split).values()))
 
 
@@ -236,21 +237,44 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
 
 
 def attend_trees(bs: int, args: argparse.Namespace) -> Case:
+    return attention(seq_lens(bs, args))
+
+
+def attend_short_trees(bs: int, args: argparse.Namespace) -> Case:
+    """All of one length, 512 tokens where the longest context is 16384."""
+    return attention(torch.full((bs,), args.context // 32, device=DEVICE))
+
+
+def attend_one_long_tree(bs: int, args: argparse.Namespace) -> Case:
+    """One request of twice the longest context among short ones."""
+    lens = torch.full((bs,), args.context // 32, device=DEVICE)
+    lens[-1] = 2 * args.context
+    return attention(lens)
+
+
+def attention(lens: torch.Tensor) -> Case:
     """One layer, its slots scattered; float16, as Triton's interpreter has no products of bfloat16."""
-    num_slots = bs * (args.context + BLOCK_SIZE)
+    bs, ends = len(lens), (lens + BLOCK_SIZE).cumsum(0).tolist()
+    num_slots = ends[-1]
     query = torch.randn(bs * BLOCK_SIZE, Q_HEADS, HEAD_DIM, device=DEVICE).half()
     k_cache, v_cache = torch.randn(2, num_slots, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=query.dtype)
-    slots = torch.randperm(num_slots, device=DEVICE).int().view(bs, -1)
-    lens, nodes = seq_lens(bs, args), torch.arange(BLOCK_SIZE, device=DEVICE)
+    slots = torch.zeros(bs, int(lens.max()) + BLOCK_SIZE, dtype=torch.int32, device=DEVICE)
+    for row, begin, end in zip(slots, [0, *ends[:-1]], ends, strict=True):
+        row[: end - begin] = torch.arange(begin, end, device=DEVICE)
+    slots = torch.randperm(num_slots, device=DEVICE).int()[slots]
+    nodes = torch.arange(BLOCK_SIZE, device=DEVICE)
     # Two chains behind the root, whose nodes take turns.
     distance = nodes[:, None] - nodes
     is_ancestor = (distance >= 0) & (distance % 2 == 0) | (nodes == 0)
     ancestors = (is_ancestor.long() << nodes).sum(1).repeat(bs, 1)
     positions = (lens[:, None] + (nodes + 1) // 2).flatten()
-    inputs = (query, k_cache, v_cache, slots, rows(bs), None, lens, positions, ancestors)
-    num_keys = int(lens.sum()) + bs * BLOCK_SIZE
-    num_bytes = 2 * query.nbytes + num_keys * (k_cache[0].nbytes + v_cache[0].nbytes + slots.itemsize)
-    return Case((*inputs, HEAD_DIM**-0.5, None, 0.0, None, 1.0, 1.0), num_bytes)
+    inputs = (query, k_cache, v_cache, slots, torch.arange(bs, device=DEVICE), None, lens, positions, ancestors)
+    num_bytes = 2 * query.nbytes + num_slots * (k_cache[0].nbytes + v_cache[0].nbytes + slots.itemsize)
+    split = split_trees(lens, None, BLOCK_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, query.dtype)
+    # What is not an entry is in memory as it was found.
+    for column in (split.request_indices, split.qo_tile_indices, split.kv_tile_indices):
+        column.masked_fill_(~split.block_valid_mask, 0)
+    return Case((*inputs, HEAD_DIM**-0.5, None, 0.0, None, 1.0, 1.0, split), num_bytes)
 
 
 def verify_block(bs: int, args: argparse.Namespace) -> Case:
@@ -326,9 +350,13 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     apply_penalties,
     linear_few_rows,
     attend_trees,
+    attend_short_trees,
+    attend_one_long_tree,
     verify_block,
     commit_state,
 ]
+# What is launched for those that are not named as their kernel.
+OPERATIONS = {"attend_short_trees": "attend_trees", "attend_one_long_tree": "attend_trees"}
 
 
 @triton.jit
@@ -360,6 +388,7 @@ def check(name: str, got: Case, want: Case) -> None:
 
 
 def twin(name: str, package: str) -> Callable:
+    name = OPERATIONS.get(name, name)
     return getattr(importlib.import_module(f"sglang_dflash.ops.{package}.{name}"), name)
 
 
@@ -411,7 +440,8 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
         f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} rows of a "
         f"block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
         f"tokens, window {setup['window']}; trees of {BLOCK_SIZE} nodes from {BLOCK_SIZE - 1} depths of {CANDIDATES} "
-        f"candidates, {TARGET_LAYERS} target layers. Medians over replays of a CUDA graph of launches; an empty kernel "
+        f"candidates, {TARGET_LAYERS} target layers; short trees follow {setup['context'] // 32} tokens, a long one "
+        f"{2 * setup['context']}. Medians over replays of a CUDA graph of launches; an empty kernel "
         f"takes {setup['empty_us']:.2f} us in one. Bytes are what must be read or written, once each; the floor is "
         f"what they take at {setup['bandwidth']} TB/s. Every kernel was compared with its torch twin first.",
         "",

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash import ops
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.types import KVRows
+from sglang_dflash.types import KVRows, KVSplit
 
 
 class TreeAttentionBackend(AttentionBackend):
@@ -43,6 +43,8 @@ class TreeAttentionBackend(AttentionBackend):
                 _check(name, module)
         self.kv_index_translator = target_runner.kv_index_translator
         self.forward_metadata: torch.Tensor | None = None
+        # Of the forward that is under way, by window and shape of its layers.
+        self._splits: dict[tuple, KVSplit | None] = {}
         self._runner = target_runner
         self.token_to_kv_pool = target_runner.token_to_kv_pool
         self._swa_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
@@ -66,6 +68,7 @@ class TreeAttentionBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._splits.clear()
         if self._swa_pool is not None:
             self.forward_metadata = self._swa_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
 
@@ -108,12 +111,13 @@ class TreeAttentionBackend(AttentionBackend):
                 self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         query = q.view(-1, heads, layer.head_dim) if q_rope is None else _join(q, q_rope, heads)
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         is_scaled = k_cache.dtype != q.dtype and layer.k_scale is not None
-        window = layer.sliding_window_size
+        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
         output = ops.attend_trees(
             query,
             k_cache,
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            v_cache,
             self.req_to_token,
             forward_batch.req_pool_indices,
             self._slot_map(layer),
@@ -121,13 +125,28 @@ class TreeAttentionBackend(AttentionBackend):
             forward_batch.positions,
             trees.ancestors,
             layer.scaling,
-            window if window > -1 else None,
+            window,
             layer.logit_cap,
             sinks,
             layer.k_scale_float if is_scaled else 1.0,
             layer.v_scale_float if is_scaled else 1.0,
+            self._split(
+                forward_batch.seq_lens,
+                window,
+                trees.ancestors.shape[1],
+                heads,
+                *k_cache.shape[1:],
+                v_cache.shape[2],
+                query.dtype,
+            ),
         )
         return output.view(-1, heads * layer.v_head_dim)
+
+    def _split(self, seq_lens: torch.Tensor, *shape: int | torch.dtype | None) -> KVSplit | None:
+        """How the keys of a forward are divided: made in its first layer of that window and shape, for all of them."""
+        if shape not in self._splits:
+            self._splits[shape] = ops.split_trees(seq_lens, *shape)
+        return self._splits[shape]
 
     def _slot_map(self, layer: RadixAttention) -> torch.Tensor | None:
         if self._swa_pool is None or not self._swa_pool.layers_mapping[layer.layer_id][1]:

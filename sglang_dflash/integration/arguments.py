@@ -283,7 +283,7 @@ def check_adaptive(server_args: ServerArgs) -> None:
 
 
 def check_trees(server_args: ServerArgs) -> None:
-    """How the sums over a tree's context round depends on how many requests share the GPU."""
+    """How the sums over a tree's context round depends on the lengths of all requests of its batch."""
     if has_trees(server_args) and resolving_view(server_args).enable_deterministic_inference:
         raise ConfigError(
             f"--enable-deterministic-inference with --speculative-eagle-topk {server_args.speculative_eagle_topk} is "

@@ -8,7 +8,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.accept_paths import accept_paths
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
-    from sglang_dflash.ops.kernels.attend_trees import attend_trees
+    from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
@@ -28,7 +28,7 @@ else:
     from sglang_dflash.ops.reference.accept_paths import accept_paths
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
-    from sglang_dflash.ops.reference.attend_trees import attend_trees
+    from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.grow_trees import grow_trees
@@ -62,6 +62,7 @@ __all__ = [
     "row_max",
     "sample_rows",
     "split_kv",
+    "split_trees",
     "top_columns",
     "verify_block",
     "write_context_kv",

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.attend_trees import attend_trees
+from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Bytes that a thread block may have.
@@ -67,7 +67,9 @@ def compile_trees(heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_d
     slots, bs = torch.zeros(2, 64, dtype=torch.int32), torch.arange(2)
     slot_map, sinks = (torch.arange(64), torch.zeros(heads)) if has_window else (None, None)
     inputs = (query, k_cache, v_cache, slots, bs, slot_map, bs, torch.arange(32), torch.ones(2, 16, dtype=torch.int64))
-    attend_trees(*inputs, 0.1, 512 if has_window else None, 50.0 * has_window, sinks, 1.0, 1.0)
+    window = 512 if has_window else None
+    split = split_trees(bs, window, 16, heads, kv_heads, size, v_cache.shape[2], dtype)
+    attend_trees(*inputs, 0.1, window, 50.0 * has_window, sinks, 1.0, 1.0, split)
 
 
 if __name__ == "__main__":

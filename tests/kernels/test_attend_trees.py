@@ -5,8 +5,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_dflash.ops.kernels import attend_trees as kernel
-from sglang_dflash.ops.kernels.attend_trees import attend_trees, launch
+from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
 from sglang_dflash.ops.reference.attend_trees import attend_trees as reference
+from sglang_dflash.types import KVSplit
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -99,59 +100,76 @@ def arguments(
     return [*tensors, key_size**-0.5, window, logit_cap, sinks, k_scale, v_scale]
 
 
-def check(inputs: list, num_splits: int | None) -> torch.Tensor:
-    got, want = launch(*inputs, num_splits=num_splits), reference(*inputs)
+def divide(inputs: list, num_chunks: int | None = None) -> KVSplit:
+    """The keys of all requests into as many chunks, at most; None: as many as keep a GPU busy."""
+    query, k_cache, v_cache, *_, seq_lens, _, ancestors = inputs[:9]
+    shape = (ancestors.shape[1], query.shape[1], *k_cache.shape[1:], v_cache.shape[2])
+    with pytest.MonkeyPatch.context() as patch:
+        if num_chunks is not None:
+            num_tiles = kernel._Layout.of(*shape, query.dtype).num_tiles
+            patch.setattr(kernel, "_max_entries", lambda *_: num_tiles * num_chunks)
+        return split_trees(seq_lens, inputs[10], *shape, query.dtype)
+
+
+def check(inputs: list, num_chunks: int | None) -> torch.Tensor:
+    got, want = attend_trees(*inputs, divide(inputs, num_chunks)), reference(*inputs, None)
     assert got.dtype == want.dtype and got.is_contiguous()
     tolerance = TOLERANCE[want.dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return got
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+# Six requests: one chunk each; the longest has two, three.
+@pytest.mark.parametrize("num_chunks", [6, 7, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_nodes", [1, 5, 16])
-def test_matches_reference(num_nodes, dtype, num_splits, device):
-    check(arguments(CONTEXTS, num_nodes, GQA, device, dtype=dtype), num_splits)
+def test_matches_reference(num_nodes, dtype, num_chunks, device):
+    check(arguments(CONTEXTS, num_nodes, GQA, device, dtype=dtype), num_chunks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_nodes", "group"), [(33, 1), (64, 1), (64, 3), (16, 7), (33, 4)])
 def test_tiles_of_rows(num_nodes, group, dtype, device):
     """More rows than one tile has, and groups that fill none."""
-    check(arguments((70,), num_nodes, (group, 1, 16, 16), device, dtype=dtype), 2)
+    check(arguments((200,), num_nodes, (group, 1, 16, 16), device, dtype=dtype), 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 1, 80, 80), (2, 2, 96, 64), (3, 1, 192, 128), (2, 1, 8, 24)], ids=str)
 def test_sizes(shape, dtype, device):
-    check(arguments((65, 130), 5, shape, device, dtype=dtype), 2)
+    check(arguments((65, 130), 5, shape, device, dtype=dtype), 3)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_chunks", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_in_keys(dtype, num_splits, device):
+def test_values_in_keys(dtype, num_chunks, device):
     inputs = arguments((40, 150), 3, (8, 1, 576, 512), device, dtype=dtype)
     inputs[2] = inputs[1][..., :512]
-    check(inputs, num_splits)
+    check(inputs, num_chunks)
 
 
 # Shorter than a tree is deep, of one tile, of several.
 @pytest.mark.parametrize("window", [2, 60, 200])
 @pytest.mark.parametrize("has_slot_map", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_window(num_splits, has_slot_map, window, device):
-    check(arguments((65, 0, 300), 16, GQA, device, window=window, has_slot_map=has_slot_map), num_splits)
+@pytest.mark.parametrize("num_chunks", [3, 4])
+def test_window(num_chunks, has_slot_map, window, device):
+    check(arguments((65, 0, 300), 16, GQA, device, window=window, has_slot_map=has_slot_map), num_chunks)
+
+
+def test_more_nodes_than_rows_of_a_tile(device):
+    """Of a window the division counts fewer keys then."""
+    check(arguments((300, 65), 40, GQA, device, window=200, trees=stars), 3)
 
 
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("logit_cap", [0.0, 0.5])
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_caps_and_sinks(num_splits, logit_cap, window, device):
+@pytest.mark.parametrize("num_chunks", [3, 5])
+def test_caps_and_sinks(num_chunks, logit_cap, window, device):
     inputs = arguments((0, 300, 65), 5, GQA, device, logit_cap=logit_cap, has_sinks=True, window=window)
-    check(inputs, num_splits)
+    check(inputs, num_chunks)
     # One that takes all there is, and one that is not there.
     inputs[-3] = torch.tensor([1000.0, -torch.inf, 0.0, -1000.0], device=device).bfloat16()
-    assert not check(inputs, num_splits)[:, 0].any()
+    assert not check(inputs, num_chunks)[:, 0].any()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -160,23 +178,51 @@ def test_fp8(dtype, kv_dtype, device):
     # As SGLang keeps it.
     inputs = arguments((0, 65, 200), 5, GQA, device, dtype=dtype, kv_dtype=kv_dtype, k_scale=0.7, v_scale=1.9)
     inputs[1:3] = (cache.view(torch.uint8).view(kv_dtype) for cache in inputs[1:3])
-    check(inputs, 2)
+    check(inputs, 4)
 
 
-def test_chooses_splits(device, monkeypatch):
-    """The keys of few requests are divided, those of many or of a short window are not."""
-    monkeypatch.setattr(kernel, "_num_processors", lambda device: 4)
-    for bs, window in ((1, None), (1, 20), (6, None)):
-        inputs = arguments((260,) * bs, 3, GQA, device, window=window)
-        torch.testing.assert_close(attend_trees(*inputs), reference(*inputs), rtol=0, atol=1e-5)
+@pytest.mark.parametrize(
+    ("contexts", "window", "num_chunks"),
+    [
+        # 33 thread blocks for each of 8 KV heads, chunks of at least 128 keys, multiples of 64.
+        ((500,), None, [5]),
+        ((32_000,), None, [32]),
+        ((32_000,), 1000, [8]),
+        ((500,) * 8, None, [3] * 8),
+        ((500,) * 32, None, [1] * 32),
+        ((500,) * 31 + (32_000,), None, [1] * 31 + [17]),
+        ((500,) * 31 + (32_000,), 1000, [1] * 31 + [2]),
+        ((500,) * 127 + (32_000,), None, [1] * 127 + [17]),
+    ],
+    ids=str,
+)
+def test_shares_keys_evenly(contexts, window, num_chunks, device, monkeypatch):
+    monkeypatch.setattr(kernel, "_num_processors", lambda device: 132)
+
+    split = split_trees(torch.tensor(contexts, device=device), window, 16, 32, 8, 128, 128, torch.bfloat16)
+
+    assert (split.o_indptr.diff() // 16).tolist() == num_chunks
+    assert int(split.kv_chunk_size) % 64 == 0
+
+
+def test_many_chunks(device, monkeypatch):
+    """More than are merged at a time; the other request has one."""
+    monkeypatch.setattr(kernel, "_MERGED_CHUNKS", 4)
+    check(arguments((1200, 100), 3, GQA, device), 10)
+
+
+def test_rows_merged_together(device, monkeypatch):
+    monkeypatch.setattr(kernel, "_MERGE_BLOCKS", 5)
+    check(arguments((300, 10, 300), 3, (3, 1, 16, 16), device), 7)
 
 
 def test_no_requests(device):
     inputs = arguments((10,), 3, GQA, device)
+    split = divide(inputs)
     for i in (4, 6, 7, 8, 0):
         inputs[i] = inputs[i][:0]
 
-    assert attend_trees(*inputs).shape == (0, 4, 32)
+    assert attend_trees(*inputs, split).shape == (0, 4, 32)
 
 
 @pytest.mark.parametrize("num_nodes", [16, 64])
@@ -187,7 +233,7 @@ def test_chain_is_causal_attention(context, num_nodes, device):
     query, key, value = (x.transpose(0, 1)[None] for x in (inputs[0], inputs[1][slots], inputs[2][slots]))
     is_seen = torch.ones(num_nodes, context + num_nodes, dtype=torch.bool, device=device).tril(context)
 
-    got = launch(*inputs, num_splits=2)
+    got = attend_trees(*inputs, divide(inputs))
 
     want = scaled_dot_product_attention(query, key, value, attn_mask=is_seen, enable_gqa=True)[0].transpose(0, 1)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
@@ -198,7 +244,7 @@ def test_nodes_of_no_path(device):
     inputs = arguments((3,), 64, (1, 1, 16, 16), device, trees=stars)
     query, keys, values = inputs[0][:, 0], *(x[inputs[3][inputs[4][0], :67].long(), 0] for x in inputs[1:3])
 
-    got = launch(*inputs, num_splits=1)
+    got = attend_trees(*inputs, divide(inputs))
 
     for node in (0, 1, 31, 32, 62, 63):
         seen = [0, 1, 2, 3 + node]
@@ -207,18 +253,22 @@ def test_nodes_of_no_path(device):
 
 
 def test_depends_on_no_other_request(device):
-    """To the last bit, with as many splits."""
+    """To the last bit, with chunks of the same size."""
     inputs = arguments((65, 300, 10), 5, GQA, device, dtype=torch.float16)
     alone = list(inputs)
     alone[0], alone[7] = inputs[0][5:10], inputs[7][5:10]
     for i in (4, 6, 8):
         alone[i] = inputs[i][1:2]
 
-    assert torch.equal(launch(*inputs, num_splits=3)[5:10], launch(*alone, num_splits=3))
+    splits = divide(inputs, 4), divide(alone, 2)
+
+    assert splits[0].kv_chunk_size == splits[1].kv_chunk_size
+    assert torch.equal(attend_trees(*inputs, splits[0])[5:10], attend_trees(*alone, splits[1]))
 
 
 def test_more_nodes_than_bits(device):
     inputs = arguments((3,), 64, (1, 1, 16, 16), device, trees=stars)
+    split = divide(inputs)
     inputs[8] = torch.zeros(1, 65, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError):
-        attend_trees(*inputs)
+        attend_trees(*inputs, split)

@@ -1,12 +1,13 @@
-"""Attention of drafted trees: the KV of a request is read once per tile of query rows, by several thread blocks.
+"""Attention of drafted trees: the KV of a request is read once per tile of query rows, by as many thread blocks as its
+share of the batch's KV asks for.
 
 A tile's rows are pairs of a node and a query head of one KV head, so that few nodes fill a tensor core's tile. Tiles of
 keys that are context only need no mask; those that reach the nodes are masked by the bits of ancestors.
 
-Into how many splits a request's keys are divided is chosen by the host, which knows how many requests there are and not
-how long they are: a CUDA graph holds the launch. Each split takes as many tiles of keys as every other one of its
-request, and rounding depends on the split. So what a request gets depends on its own inputs and on the size of its
-batch, and on nothing else of the other requests.
+The keys of all requests are divided into chunks of one size by a launch of its own (`split_trees`), on the GPU, which
+alone knows how long requests are: a CUDA graph holds both launches, and the layers of a forward share the first. So a
+long request among short ones takes no longer than its part of all keys. A request of one chunk is done with it; the
+chunks of others leave parts that are merged. Rounding depends on the chunks, and with them on the whole batch.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.kernels.split_kv import split_kv
+from sglang_dflash.types import KVSplit
 
 # Bits of an int64.
-_MAX_NODES = 64
+MAX_NODES = 64
 # A tensor core's smallest tile, of rows and of what is summed over.
 _MIN_ROWS, _MIN_COLUMNS = 16, 16
 # Thread blocks that keep a multiprocessor busy.
 _BLOCKS_PER_PROCESSOR = 2
-# As what is merged grows with them.
-_MAX_SPLITS = 32
-# Of fewer, a split would read hardly more than it writes.
-_MIN_KEYS_PER_SPLIT = 128
-# Numbers that a thread block merges, at most so many columns of them.
-_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 4096, 128, 4
+# Numbers that a thread block merges at a time, at most so many columns and chunks of them.
+_MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
+# Thread blocks that merge, if these have no more rows each than that: most find nothing to do.
+_MERGE_BLOCKS, _MAX_MERGED_ROWS = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,19 @@ def _attend(
     return highest, weight, total
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_splits"])
+@triton.jit
+def _chunks_of(o_indptr, request, num_nodes):
+    """How many chunks a request has, and where those parts begin that others leave before it.
+
+    Only requests of several chunks leave parts. n chunks are at most 2 * (n - 1) then, so that parts of a request begin
+    at twice what the requests before it have beyond one chunk each.
+    """
+    before = tl.load(o_indptr + request) // num_nodes
+    num_chunks = tl.load(o_indptr + request + 1) // num_nodes - before
+    return num_chunks, 2 * (before - request)
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
 def _attend_trees_kernel(
     query,
     query_row_stride,
@@ -188,9 +201,15 @@ def _attend_trees_kernel(
     ancestors,
     sinks,
     output,
+    parts,
     sums,
+    requests,
+    tiles,
+    chunks,
+    is_entry,
+    o_indptr,
+    chunk_size,
     num_nodes,
-    num_splits,
     window,
     logit_scale,
     logit_cap,
@@ -204,36 +223,34 @@ def _attend_trees_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    MIN_KEYS_PER_SPLIT: tl.constexpr,
     HAS_SLOT_MAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_V_IN_K: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
-    request = tl.program_id(1).to(tl.int64) // G
-    kv_head = tl.program_id(1) % G
-    split = tl.program_id(2)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(0) % G
+    entry = tl.program_id(0) // G
+    # At once, as each load waits for the memory.
+    is_there, keys_per_chunk = tl.load(is_entry + entry), tl.load(chunk_size)
+    request, tile, chunk = tl.load(requests + entry), tl.load(tiles + entry), tl.load(chunks + entry)
+    if is_there == 0:
+        return
+    request = request.to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)
     node = row // (H // G)
     is_row = node < num_nodes
     head = kv_head * (H // G) + row % (H // G)
     # Of queries and outputs.
     token = request * num_nodes + node
-    out_row = (token * H + head) * num_splits + split
 
+    num_chunks, first_part = _chunks_of(o_indptr, request, num_nodes)
     context = tl.load(seq_lens + request).to(tl.int32)
-    last = context + num_nodes
     first = tl.maximum(context - window, 0) if HAS_WINDOW else 0
-    keys_per_split = tl.cdiv(tl.cdiv(last - first, KEYS), num_splits) * KEYS
-    keys_per_split = tl.maximum(keys_per_split, MIN_KEYS_PER_SPLIT)
-    begin = first + split * keys_per_split
-    end = tl.minimum(begin + keys_per_split, last)
-    if begin >= last:
-        tl.store(sums + out_row, tl.full((ROWS,), float("-inf"), tl.float32), mask=is_row)
-        return
+    begin = first + chunk * keys_per_chunk
+    # Of a window, FlashInfer's split leaves out keys where a tile has fewer rows than there are nodes.
+    end = tl.where(chunk == num_chunks - 1, context + num_nodes, begin + keys_per_chunk)
 
     pool_row = tl.load(req_pool_indices + request).to(tl.int64)
     slots = req_to_token + pool_row * req_to_token_stride
@@ -251,8 +268,8 @@ def _attend_trees_kernel(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
-        # Like a key of the first split whose value is zero; elsewhere its weight is one of nothing.
-        sink = tl.load(sinks + head, mask=is_row & (split == 0), other=float("-inf")).to(tl.float32)
+        # Like a key of the first chunk whose value is zero; elsewhere its weight is one of nothing.
+        sink = tl.load(sinks + head, mask=is_row & (chunk == 0), other=float("-inf")).to(tl.float32)
         highest, weight = sink * LOG2_E, weight + 1
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     masked = begin
@@ -291,45 +308,67 @@ def _attend_trees_kernel(
             COLUMNS,
             KEYS,
         )
-    if IS_SPLIT:
-        tl.store(sums + out_row, highest + tl.log2(weight), mask=is_row)
     total *= (v_scale / weight)[:, None]
     column = tl.arange(0, COLUMNS)
     is_output = is_row[:, None] & (column < V)[None, :]
-    tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+    if num_chunks == 1:
+        out_row = token * H + head
+        tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+    else:
+        out_row = ((first_part + chunk).to(tl.int64) * num_nodes + node) * H + head
+        tl.store(sums + out_row, highest + tl.log2(weight), mask=is_row)
+        tl.store(parts + out_row[:, None] * V + column[None, :], total, mask=is_output)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_splits_kernel(
+@triton.jit(do_not_specialize=["num_nodes"])
+def _merge_parts_kernel(
     parts,
     sums,
     output,
-    num_rows,
-    num_splits,
+    o_indptr,
+    num_nodes,
+    H: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    split = tl.arange(0, SPLITS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = row < num_rows, column < V
-    out_row = row[:, None] * num_splits + split[None, :]
     if PDL:
-        # Launched while the splits are still computed.
+        # Launched while the parts are still computed. Where there are none too: what is launched behind this kernel
+        # waits for it alone.
         gdc_wait()
-    is_split = is_row[:, None] & (split < num_splits)[None, :]
-    log_sum = tl.load(sums + out_row, mask=is_split, other=float("-inf"))
-    share = tl.exp2(log_sum - tl.max(log_sum, axis=1)[:, None])
-    share /= tl.sum(share, axis=1)[:, None]
-    # A split that saw nothing has left no numbers in its part.
-    is_part = (log_sum > float("-inf"))[:, :, None] & is_column[None, None, :]
-    part = tl.load(parts + out_row[:, :, None] * V + column[None, None, :], mask=is_part, other=0.0)
-    total = tl.sum(part * share[:, :, None], axis=1)
+    request = tl.program_id(0)
+    num_chunks, first_part = _chunks_of(o_indptr, request, num_nodes)
+    if num_chunks == 1:
+        return
+    num_rows = num_nodes * H
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < num_rows, column < V
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        part_row = (first_part + chunk).to(tl.int64)[None, :] * num_rows + row[:, None]
+        is_part = is_row[:, None] & (chunk < num_chunks)[None, :]
+        log_sum = tl.load(sums + part_row, mask=is_part, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(log_sum, axis=1))
+        # A row that has seen nothing yet.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(log_sum - base[:, None])
+        shrink = tl.exp2(highest - base)
+        # A chunk of which a row saw nothing has left no numbers in its part.
+        is_number = (log_sum > float("-inf"))[:, :, None] & is_column[None, None, :]
+        part = tl.load(parts + part_row[:, :, None] * V + column[None, None, :], mask=is_number, other=0.0)
+        total = total * shrink[:, None] + tl.sum(part * share[:, :, None], axis=1)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        highest = higher
+    total /= weight[:, None]
+    out_row = request.to(tl.int64) * num_rows + row
     is_output = is_row[:, None] & is_column[None, :]
-    tl.store(output + row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+    tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
 
 
 @cache
@@ -347,12 +386,60 @@ def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile
     return replace(tile, rows=rows, warps=4 if rows * (tile.keys + value_size) <= _FEW_NUMBERS else tile.warps)
 
 
-def _choose_splits(num_blocks: int, num_nodes: int, window: int | None, device: torch.device) -> int:
-    """That keep the GPU busy; `num_blocks` are the thread blocks of one split."""
-    num_splits = min(_MAX_SPLITS, _BLOCKS_PER_PROCESSOR * _num_processors(device) // num_blocks)
-    if window is not None:
-        num_splits = min(num_splits, (window + num_nodes) // _MIN_KEYS_PER_SPLIT)
-    return max(1, num_splits)
+@dataclass(frozen=True)
+class _Layout:
+    """How rows and numbers are cut: MAIN, REST and COLUMNS of the kernel, the tile, and a request's number of them."""
+
+    main: int
+    rest: int
+    columns: int
+    tile: Tile
+    num_tiles: int
+
+    @classmethod
+    def of(
+        cls, num_nodes: int, heads: int, kv_heads: int, key_size: int, value_size: int, dtype: torch.dtype
+    ) -> _Layout:
+        # A power of two, and the rest of a key.
+        main = max(_MIN_COLUMNS, 1 << key_size.bit_length() - 1)
+        rest = 0 if key_size <= main else max(_MIN_COLUMNS, triton.next_power_of_2(key_size - main))
+        columns = max(_MIN_COLUMNS, triton.next_power_of_2(value_size))
+        num_rows = num_nodes * (heads // kv_heads)
+        tile = _tile(num_rows, max(main + rest, columns), columns, dtype)
+        return cls(main, rest, columns, tile, triton.cdiv(num_rows, tile.rows))
+
+
+def _max_entries(num_tiles: int, kv_heads: int, device: torch.device) -> int:
+    """Of a batch that has so many tiles of rows.
+
+    As many as keep the GPU busy. Batches that do that with a chunk per request get half as many more: a request much
+    longer than others has chunks then, and requests of one length, whose chunks would gain nothing, still one each.
+    """
+    busy = max(1, _BLOCKS_PER_PROCESSOR * _num_processors(device) // kv_heads)
+    return max(busy, num_tiles + busy // 2)
+
+
+def split_trees(
+    seq_lens: torch.Tensor,
+    window: int | None,
+    num_nodes: int,
+    heads: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    dtype: torch.dtype,
+) -> KVSplit:
+    """See :func:`sglang_dflash.ops.reference.attend_trees.split_trees`."""
+    bs, device = seq_lens.shape[0], seq_lens.device
+    layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, dtype)
+    num_entries = _max_entries(bs * layout.num_tiles, kv_heads, device)
+    sizes = (num_entries, num_entries, num_entries, bs + 1, bs * num_nodes + 1, 1)
+    requests, tiles, chunks, *others = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    is_entry = torch.empty(num_entries, dtype=torch.bool, device=device)
+    split = KVSplit(requests, tiles, chunks, is_entry, *others)
+    rows_per_token, tile = heads // kv_heads, layout.tile
+    split_kv(seq_lens, window, num_nodes, rows_per_token, tile.rows, num_entries, tile.keys, split)
+    return split
 
 
 def attend_trees(
@@ -371,53 +458,24 @@ def attend_trees(
     sinks: torch.Tensor | None,
     k_scale: float,
     v_scale: float,
+    split: KVSplit,
 ) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.attend_trees.attend_trees`."""
-    arguments = (query, k_cache, v_cache, req_to_token, req_pool_indices, slot_map, seq_lens, positions, ancestors)
-    return launch(*arguments, scale, window, logit_cap, sinks, k_scale, v_scale, num_splits=None)
-
-
-def launch(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    slot_map: torch.Tensor | None,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    ancestors: torch.Tensor,
-    scale: float,
-    window: int | None,
-    logit_cap: float,
-    sinks: torch.Tensor | None,
-    k_scale: float,
-    v_scale: float,
-    num_splits: int | None,
-) -> torch.Tensor:
-    """The same with a number of splits; None: as many as keep the GPU busy."""
     (bs, num_nodes), heads, (_, kv_heads, key_size) = ancestors.shape, query.shape[1], k_cache.shape
     value_size = v_cache.shape[2]
-    assert num_nodes <= _MAX_NODES and query.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1
+    assert num_nodes <= MAX_NODES and query.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1
     assert req_to_token.stride(1) == 1 and ancestors.is_contiguous() and positions.is_contiguous()
     output = query.new_empty(*query.shape[:2], value_size)
     if bs == 0:
         return output
-    # A power of two, and the rest of a key.
-    main = max(_MIN_COLUMNS, 1 << key_size.bit_length() - 1)
-    rest = 0 if key_size <= main else max(_MIN_COLUMNS, triton.next_power_of_2(key_size - main))
-    columns = max(_MIN_COLUMNS, triton.next_power_of_2(value_size))
-    num_rows = num_nodes * (heads // kv_heads)
-    tile = _tile(num_rows, max(main + rest, columns), columns, query.dtype)
-    num_tiles = triton.cdiv(num_rows, tile.rows)
-    if num_splits is None:
-        num_splits = _choose_splits(bs * kv_heads * num_tiles, num_nodes, window, query.device)
-    parts, sums = output, output
-    if num_splits > 1:
-        parts = query.new_empty(*query.shape[:2], num_splits, value_size, dtype=torch.float32)
-        sums = query.new_empty(*query.shape[:2], num_splits, dtype=torch.float32)
-    is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and value_size == main
-    _attend_trees_kernel[(num_tiles, bs * kv_heads, num_splits)](
+    layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, query.dtype)
+    tile, num_entries = layout.tile, split.block_valid_mask.shape[0]
+    # See `_chunks_of`.
+    num_parts = 2 * max(0, num_entries // layout.num_tiles - bs)
+    parts = query.new_empty(num_parts, num_nodes, heads, value_size, dtype=torch.float32)
+    sums = query.new_empty(num_parts, num_nodes, heads, dtype=torch.float32)
+    is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+    _attend_trees_kernel[(num_entries * kv_heads,)](
         query,
         query.stride(0),
         query.stride(1),
@@ -435,10 +493,16 @@ def launch(
         positions,
         ancestors,
         sinks,
+        output,
         parts,
         sums,
+        split.request_indices,
+        split.qo_tile_indices,
+        split.kv_tile_indices,
+        split.block_valid_mask.view(torch.uint8),
+        split.o_indptr,
+        split.kv_chunk_size,
         num_nodes,
-        num_splits,
         0 if window is None else window,
         scale * k_scale,
         logit_cap,
@@ -447,37 +511,34 @@ def launch(
         G=kv_heads,
         K=key_size,
         V=value_size,
-        MAIN=main,
-        REST=rest,
-        COLUMNS=columns,
+        MAIN=layout.main,
+        REST=layout.rest,
+        COLUMNS=layout.columns,
         ROWS=tile.rows,
         KEYS=tile.keys,
-        MIN_KEYS_PER_SPLIT=max(tile.keys, _MIN_KEYS_PER_SPLIT),
         HAS_SLOT_MAP=slot_map is not None,
         HAS_WINDOW=window is not None,
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
-        IS_V_IN_K=is_v_in_k,
-        IS_SPLIT=num_splits > 1,
+        IS_V_IN_K=is_v_in_k and value_size == layout.main,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if num_splits > 1:
-        padded_splits, merged_columns = triton.next_power_of_2(num_splits), min(columns, _MERGED_COLUMNS)
-        merged_rows = max(1, _MERGED // (padded_splits * merged_columns))
+    if num_parts > 0:
+        num_rows, columns = num_nodes * heads, min(layout.columns, _MERGED_COLUMNS)
+        rows = min(_MAX_MERGED_ROWS, triton.next_power_of_2(triton.cdiv(bs * num_rows, _MERGE_BLOCKS)))
         pdl_is_available = pdl.is_available(query.device)
-        _merge_splits_kernel[
-            (triton.cdiv(bs * num_nodes * heads, merged_rows), triton.cdiv(value_size, merged_columns))
-        ](
+        _merge_parts_kernel[(bs, triton.cdiv(num_rows, rows), triton.cdiv(value_size, columns))](
             parts,
             sums,
             output,
-            bs * num_nodes * heads,
-            num_splits,
+            split.o_indptr,
+            num_nodes,
+            H=heads,
             V=value_size,
-            ROWS=merged_rows,
-            SPLITS=padded_splits,
-            COLUMNS=merged_columns,
+            ROWS=rows,
+            CHUNKS=min(_MERGED_CHUNKS, _MERGED // (rows * columns)),
+            COLUMNS=columns,
             PDL=pdl_is_available,
             num_warps=_MERGE_WARPS,
             launch_pdl=pdl_is_available,

@@ -7,6 +7,33 @@ from __future__ import annotations
 
 import torch
 
+from sglang_dflash.types import KVSplit
+
+
+def split_trees(
+    seq_lens: torch.Tensor,
+    window: int | None,
+    num_nodes: int,
+    heads: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    dtype: torch.dtype,
+) -> KVSplit | None:
+    """Divide the keys of a batch among thread blocks, for all layers of one shape.
+
+    Args:
+        seq_lens: [bs] int64.
+        window: as in `attend_trees`.
+        num_nodes: N.
+        heads, kv_heads, key_size, value_size: H, G, K and V.
+        dtype: of queries.
+
+    Returns:
+        What `attend_trees` is called with; torch divides nothing.
+    """
+    return None
+
 
 def attend_trees(
     query: torch.Tensor,
@@ -24,6 +51,7 @@ def attend_trees(
     sinks: torch.Tensor | None,
     k_scale: float,
     v_scale: float,
+    split: KVSplit | None,
 ) -> torch.Tensor:
     """Every node sees the request's committed tokens, its ancestors and itself, whose KV is in the cache.
 
@@ -42,6 +70,7 @@ def attend_trees(
         logit_cap: c of c * tanh(x / c), applied to scaled products x; 0: none.
         sinks: [H], a logit of each head that nothing is behind; None: there are none.
         k_scale, v_scale: what keys and values of the cache are multiplied by.
+        split: by `split_trees`, for these lengths and shapes.
 
     Returns:
         [bs * N, H, V], the dtype of `query`.
