@@ -13,9 +13,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.utils.common import is_flashinfer_available
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils.common import is_flashinfer_available, log_info_on_rank0
 
-from sglang_dflash.attention.trees import TreeAttentionBackend
+from sglang_dflash.attention.trees import ChainAttentionBackend, NodeAttentionBackend, layer_obstacle, pool_obstacle
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
@@ -58,7 +59,7 @@ class _BackendPlan:
 
 
 class RecordedPlan(_BackendPlan):
-    """A backend that lays out blocks on the GPU alone: Triton, ours of trees, and FA3 below."""
+    """A backend that lays out blocks on the GPU alone: Triton, ours of nodes, and FA3 below."""
 
     needs_host_lens = False
 
@@ -134,7 +135,7 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
 
     if isinstance(backend, FlashAttentionBackend):
         return PagedPlan(backend)
-    if isinstance(backend, TritonAttnBackend | TreeAttentionBackend):
+    if isinstance(backend, TritonAttnBackend | NodeAttentionBackend):
         return RecordedPlan(backend)
     if is_flashinfer_available():
         from sglang_dflash.attention.flashinfer_plan import FlashInferPlan
@@ -146,6 +147,37 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
         type(backend).__name__,
     )
     return ReplayPlan(backend)
+
+
+def chain_attention(target_runner: ModelRunner, block_size: int) -> ChainAttentionBackend | None:
+    """What verifies chains in graphs in place of a target's own backend; None: that backend does.
+
+    In every layer FlashInfer merges the parts of all requests in a launch of its own, also of those that have one part.
+    With `--enable-deterministic-inference` it splits no KV (`flashinfer_plan`).
+    """
+    backend = target_runner.attn_backend
+    if not _is_flashinfer(backend) or backend.enable_deterministic:
+        return None
+    from sglang_dflash.attention.flashinfer_plan import FlashInferPlan
+
+    if not FlashInferPlan.supports(backend):
+        return None
+    obstacle = _chain_obstacle(target_runner, block_size)
+    if obstacle is None:
+        log_info_on_rank0(logger, "Graphs verify chains by DFLASH's own attention, in place of FlashInfer's.")
+        return ChainAttentionBackend(target_runner)
+    log_info_on_rank0(logger, f"Graphs verify chains by FlashInfer's attention, not by DFLASH's own: {obstacle}.")
+    return None
+
+
+def _chain_obstacle(target_runner: ModelRunner, block_size: int) -> str | None:
+    from sglang_dflash.ops.kernels.attend_trees import MAX_NODES, SHARED_MEMORY
+
+    if block_size > MAX_NODES:
+        return f"blocks have more than {MAX_NODES} tokens"
+    if torch.cuda.get_device_properties(target_runner.gpu_id).shared_memory_per_block_optin < SHARED_MEMORY:
+        return f"thread blocks of this GPU have less than {SHARED_MEMORY >> 10} KiB of shared memory"
+    return layer_obstacle(target_runner.model) or pool_obstacle(target_runner.token_to_kv_pool)
 
 
 # Of the lists of KV slots that these attention backends keep for the blocks of a graph.

@@ -1,7 +1,8 @@
-"""The target's attention of drafted trees, on whatever backend it prefills with.
+"""The target's attention of drafted trees, on whatever backend it prefills with, and of chains in place of FlashInfer.
 
 A backend verifies a block as a chain. Of a tree every node sees its own ancestors, and is where these, not its slot,
-put it. One kernel of ours does that for all of them (`ops.attend_trees`), since it finds keys by their slots.
+put it. One kernel of ours does that for all of them (`ops.attend_trees`), since it finds keys by their slots. A chain
+is a tree of which every node is behind all before it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, MHATokenToKVPo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
 
 from sglang_dflash import ops
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.types import KVRows, KVSplit
 
 
-class TreeAttentionBackend(AttentionBackend):
-    """Takes the place of a target's attention backend while it verifies trees (`DFlashVerifyInput.trees`).
+class NodeAttentionBackend(AttentionBackend):
+    """Takes the place of a target's attention backend while it verifies nodes that know their ancestors.
 
     Attributes:
         req_to_token: the target's, [rows, width] int32.
@@ -33,36 +35,19 @@ class TreeAttentionBackend(AttentionBackend):
     """
 
     def __init__(self, target_runner: ModelRunner) -> None:
-        """
-        Raises:
-            ConfigError: the target attends in a way that trees are not verified in.
-        """
         super().__init__()
-        for name, module in target_runner.model.named_modules():
-            if isinstance(module, RadixAttention):
-                _check(name, module)
         self.kv_index_translator = target_runner.kv_index_translator
         self.forward_metadata: torch.Tensor | None = None
         # Of the forward that is under way, by window and shape of its layers.
         self._splits: dict[tuple, KVSplit | None] = {}
-        self._runner = target_runner
         self.token_to_kv_pool = target_runner.token_to_kv_pool
         self._swa_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self.req_to_token_pool = target_runner.req_to_token_pool
         self.req_to_token = self.req_to_token_pool.req_to_token
-        self._rows = kv_rows(self.token_to_kv_pool)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Meanwhile the target's forwards go through this backend."""
-        original, self._runner.attn_backend = self._runner.attn_backend, self
-        try:
-            yield
-        finally:
-            self._runner.attn_backend = original
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """There is none: all it reads are tensors of the batch."""
+    def _ancestors(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        """[bs, N] int64, as in :class:`sglang_dflash.types.Trees`."""
+        raise NotImplementedError
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -85,7 +70,7 @@ class TreeAttentionBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the nodes of all trees, T of them.
+        """Attention of all nodes, T of them.
 
         Args:
             q: [T, heads * head_dim]; of MLA the part without RoPE, if there is `q_rope`.
@@ -97,7 +82,7 @@ class TreeAttentionBackend(AttentionBackend):
         Returns:
             [T, heads * v_head_dim].
         """
-        trees, heads = forward_batch.spec_info.trees, layer.tp_q_head_num
+        ancestors, heads = self._ancestors(forward_batch), layer.tp_q_head_num
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.forward_metadata)
             if k_rope is not None:
@@ -123,7 +108,7 @@ class TreeAttentionBackend(AttentionBackend):
             self._slot_map(layer),
             forward_batch.seq_lens,
             forward_batch.positions,
-            trees.ancestors,
+            ancestors,
             layer.scaling,
             window,
             layer.logit_cap,
@@ -133,7 +118,7 @@ class TreeAttentionBackend(AttentionBackend):
             self._split(
                 forward_batch.seq_lens,
                 window,
-                trees.ancestors.shape[1],
+                ancestors.shape[1],
                 heads,
                 *k_cache.shape[1:],
                 v_cache.shape[2],
@@ -153,6 +138,39 @@ class TreeAttentionBackend(AttentionBackend):
             return None
         return self._swa_pool.full_to_swa_index_mapping
 
+
+class TreeAttentionBackend(NodeAttentionBackend):
+    """Of trees (`DFlashVerifyInput.trees`)."""
+
+    def __init__(self, target_runner: ModelRunner) -> None:
+        """
+        Raises:
+            ConfigError: the target attends in a way that trees are not verified in.
+        """
+        obstacle = layer_obstacle(target_runner.model)
+        if obstacle is not None:
+            raise ConfigError(
+                f"--speculative-eagle-topk: {obstacle}, which DFLASH does in chains only; leave the flag out."
+            )
+        super().__init__(target_runner)
+        self._runner = target_runner
+        self._rows = kv_rows(self.token_to_kv_pool)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Meanwhile the target's forwards go through this backend."""
+        original, self._runner.attn_backend = self._runner.attn_backend, self
+        try:
+            yield
+        finally:
+            self._runner.attn_backend = original
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """There is none: all it reads are tensors of the batch."""
+
+    def _ancestors(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        return forward_batch.spec_info.trees.ancestors
+
     def move_kv(self, slots: torch.Tensor, paths: torch.Tensor, accept_lens: torch.Tensor) -> None:
         """Put the KV of accepted paths, of all layers, where that of chains is: see `ops.reference.move_kv`."""
         for rows, has_own_slots in self._rows:
@@ -160,24 +178,53 @@ class TreeAttentionBackend(AttentionBackend):
             ops.move_kv(rows, slots, paths, accept_lens, slot_map)
 
 
+class ChainAttentionBackend(NodeAttentionBackend):
+    """Of chains, in graphs (`attention.plan.chain_attention`)."""
+
+    def __init__(self, target_runner: ModelRunner) -> None:
+        super().__init__(target_runner)
+        # By N, of the largest batch.
+        self._chains: dict[int, torch.Tensor] = {}
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        num_nodes = max_num_tokens // max_bs
+        bits = 1 << torch.arange(num_nodes, device=self.req_to_token.device)
+        self._chains[num_nodes] = bits.cumsum(0).repeat(max_bs, 1)
+
+    def _ancestors(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        return self._chains[forward_batch.spec_info.draft_token_num][: forward_batch.batch_size]
+
+
 def _join(nope: torch.Tensor, rope: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.cat([part.view(part.shape[0], heads, -1) for part in (nope, rope)], dim=-1)
 
 
-def _check(name: str, layer: RadixAttention) -> None:
-    """Raise :class:`ConfigError` for a layer that does more than :meth:`TreeAttentionBackend.forward_extend` does."""
-    obstacles = {
-        "attends to all tokens": layer.attn_type != AttentionType.DECODER,
-        "attends to an encoder's output": layer.is_cross_attention,
-        "attends in chunks": layer.use_irope,
-        "scales by position": layer.xai_temperature_len > 0,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ConfigError(
-                f"--speculative-eagle-topk: layer {name} of the target {obstacle}, which DFLASH does in chains only; "
-                "leave the flag out."
-            )
+def layer_obstacle(target_model: nn.Module) -> str | None:
+    """Which layer does more than :meth:`NodeAttentionBackend.forward_extend` does, in words; None: there is none."""
+    for name, layer in target_model.named_modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        obstacles = {
+            "attends to all tokens": layer.attn_type != AttentionType.DECODER,
+            "attends to an encoder's output": layer.is_cross_attention,
+            "attends in chunks": layer.use_irope,
+            "scales by position": layer.xai_temperature_len > 0,
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                return f"layer {name} of the target {obstacle}"
+    return None
+
+
+def pool_obstacle(pool: KVCache) -> str | None:
+    """Why not all of a token's key and value in a layer is in its slot as it is used, in words; None: it is."""
+    if isinstance(pool, SWAKVPool):
+        return pool_obstacle(pool.full_kv_pool) or pool_obstacle(pool.swa_kv_pool)
+    if type(pool) is not MHATokenToKVPool:
+        return f"the target's KV is in a {type(pool).__name__}"
+    if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+        return f"the target's KV is laid out as {pool.kv_cache_layout}, by {type(pool.quant_method).__name__}"
+    return None
 
 
 def kv_rows(pool: KVCache) -> list[tuple[KVRows, bool]]:

@@ -21,6 +21,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from torch import nn
 
 from sglang_dflash import ops
+from sglang_dflash.attention.trees import NodeAttentionBackend
 from sglang_dflash.draft.context import ContextWriter
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
@@ -121,12 +122,14 @@ class DecodeCycle:
         num_rows: of a request that the target verifies, at most.
         num_candidates: of each row of the drafter, that may be verified; if there are several, the target verifies
             trees, in memory apart from that of the blocks.
+        verify_attention: of the target in graphs; None: its own backend.
         clock: marked at every point of a cycle.
         draft_runner: the drafter's.
         logits: the target's.
     """
 
     num_candidates = 1
+    verify_attention: NodeAttentionBackend | None = None
 
     def __init__(
         self,
@@ -155,6 +158,10 @@ class DecodeCycle:
         self.logits = VerifyLogits(target_model, tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
+
+    def verify_by(self, attention: NodeAttentionBackend | None) -> None:
+        """Before graphs are captured: `verify_attention`, which is chosen when the target has its own."""
+        self.verify_attention = attention
 
     def reload_weights(self) -> None:
         """The drafter's weights have changed."""

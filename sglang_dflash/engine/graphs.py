@@ -28,7 +28,6 @@ from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
-from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.engine.cycle import DecodeCycle, Settled, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.settings import SETTINGS
@@ -174,15 +173,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
     @classmethod
-    def install(
-        cls, target_runner: ModelRunner, cycle: DecodeCycle, tree_attention: TreeAttentionBackend | None
-    ) -> None:
-        """Make a target, which has its KV pools and no graphs yet, capture whole cycles.
-
-        Args:
-            tree_attention: of the target's forwards; None: it verifies chains, on its own backend.
-        """
-        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=tree_attention)
+    def install(cls, target_runner: ModelRunner, cycle: DecodeCycle) -> None:
+        """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
+        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=cycle.verify_attention)
         # SGLang asks the class for this before it makes a runner.
         bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
@@ -195,7 +188,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
         """Capture the same cycles, of batches from `min_bs` on, with `width` rows of a request."""
         cycle, attn_backend, draft_backend = self._cycle, self.attn_backend, self.draft_backend
-        if cycle.num_candidates == 1:
+        if cycle.verify_attention is None:
             with override_num_draft_tokens(width):
                 attn_backend = self.model_runner._get_attention_backend()
         block_width = min(width, cycle.block_size)

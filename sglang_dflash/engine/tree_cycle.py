@@ -38,7 +38,7 @@ class TreeCycle(DecodeCycle):
         """
         self.num_candidates = num_candidates
         super().__init__(*args)
-        self.num_rows, self._counts_nodes, self._attention = num_nodes, counts_nodes, attention
+        self.num_rows, self._counts_nodes, self.verify_attention = num_nodes, counts_nodes, attention
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         width = block.input_ids.shape[0] // batch.batch_size
@@ -78,7 +78,7 @@ class TreeCycle(DecodeCycle):
             block.is_chain,
             batch.seq_lens,
             batch.req_pool_indices,
-            self._attention.req_to_token,
+            self.verify_attention.req_to_token,
             trees,
         )
         if batch.mrope_positions is not None:
@@ -98,7 +98,7 @@ class TreeCycle(DecodeCycle):
         if self._simulated is not None:
             accepted = self._simulated(accepted, tokens[:, :max_len], batch.seq_lens)
             paths.copy_(torch.arange(max_len, device=paths.device))
-        self._attention.move_kv(slots, paths, accepted.accept_lens)
+        self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
         node_counts = None
         if self._counts_nodes:

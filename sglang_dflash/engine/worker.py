@@ -36,7 +36,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
-from sglang_dflash.attention.plan import is_planned_from_bounds
+from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.cpu import packed_linear
@@ -403,7 +403,10 @@ class DFlashWorker(BaseSpecWorker):
         # The drafter's are built for its blocks; the target's are there.
         with override_num_draft_tokens(self.block_size):
             super().init_attention_backends()
-        CycleGraphRunner.install(self.target_worker.model_runner, self._cycle, self._tree_attention)
+        target_runner = self.target_worker.model_runner
+        if self._tree_attention is None:
+            self._cycle.verify_by(chain_attention(target_runner, self.block_size))
+        CycleGraphRunner.install(target_runner, self._cycle)
 
     def init_cuda_graphs(self) -> None:
         """The drafter has no graphs of its own: it runs inside those of the target, which are there by now."""

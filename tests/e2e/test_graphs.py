@@ -20,12 +20,13 @@ ADAPTIVE = Settings(
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
-# No graph but of these sizes; other batches run without one, with whole blocks.
+# No graph but of these sizes; other batches run without one, with whole blocks. Graphs verify by our own attention, as
+# in place of FlashInfer's.
 NOT_PADDED = Settings(
     "graphs-not-padded",
     flags=(("cuda-graph-bs-decode", (1, 3, 8)), ("disable-cuda-graph-padding", True)),
     dflash_flags=(("speculative-adaptive", True),),
-    env=PLUGIN,
+    env=with_plugin("eager_graphs", "chain_attention"),
     plain=PLAIN_SYNC,
 )
 # More nodes than a block has rows.
@@ -88,4 +89,5 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
     assert re.search(r"[1-9]\d* linear layers have a kernel for up to 32 rows", log)
+    assert ("Chains have our attention." in log) == (settings is NOT_PADDED)
     assert ("in shards" in log) == (settings in (ADAPTIVE, TREES))

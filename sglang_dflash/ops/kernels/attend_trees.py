@@ -36,6 +36,10 @@ _MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
 _MERGE_BLOCKS, _MAX_MERGED_ROWS = 2048, 8
 
 
+# Of a thread block of a Hopper GPU, in bytes.
+SHARED_MEMORY = 227 * 1024
+
+
 @dataclass(frozen=True)
 class Tile:
     """What a thread block holds at a time.
@@ -54,7 +58,7 @@ class Tile:
 
 
 # By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
-# So chosen that registers and a Hopper GPU's shared memory (227 KiB per thread block) hold them.
+# So chosen that registers and a Hopper GPU's shared memory hold them.
 _TILES = {
     256: Tile(rows=128, keys=64, warps=8, stages=5),
     512: Tile(rows=64, keys=32, warps=8),

@@ -31,7 +31,13 @@ def register():
         return
     from sglang_dflash.engine.worker import DFlashWorker, _Eager
 
-    verify = DFlashWorker._verify
+    verify, init_cuda_graphs = DFlashWorker._verify, DFlashWorker.init_cuda_graphs
+    own_attention = {}
+
+    def remember_attention(worker):
+        # Graphs may verify by another.
+        own_attention[worker] = worker.target_worker.model_runner.attn_backend
+        init_cuda_graphs(worker)
 
     def run_twice(worker, forward_batch, can_run_cuda_graph=False):
         begun = forward_batch.input_ids.clone()
@@ -51,11 +57,12 @@ def register():
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
         same_block = replace(forward_batch, input_ids=drafted)
-        runner.decode_cuda_graph_runner = None
+        of_graphs = runner.attn_backend
+        runner.decode_cuda_graph_runner, runner.attn_backend = None, own_attention[worker]
         try:
             eager = verify(worker, same_block)
         finally:
-            runner.decode_cuda_graph_runner = graphs
+            runner.decode_cuda_graph_runner, runner.attn_backend = graphs, of_graphs
         target_tokens = cycle._choose(eager, block, in_shards=False)
         accepted_again = cycle._settle(same_block, block, eager, target_tokens).accepted
         replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
@@ -66,4 +73,4 @@ def register():
         torch.cuda.synchronize()
         return output
 
-    DFlashWorker._verify = run_twice
+    DFlashWorker._verify, DFlashWorker.init_cuda_graphs = run_twice, remember_attention
