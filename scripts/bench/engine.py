@@ -195,7 +195,7 @@ def engine_arguments(
         "max_running_requests": max(64, *workload.concurrency),
         "disable_prefill_cuda_graph": not workload.prefill_graphs,
         # A bound on what is free beside other engines; what pools get is `max_total_tokens`.
-        "mem_fraction_static": 0.9,
+        "mem_fraction_static": 0.95,
         # An engine that waits for its turn must not keep a core busy.
         "sleep_on_idle": True,
         "random_seed": 1,
