@@ -444,16 +444,6 @@ USES = (
         ),
     ),
     Use(
-        "ops/small_m_linear.py",
-        "two projections of one input, which are joined by its own means, and called otherwise",
-        (
-            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.finalize_fused_in_proj",
-            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._forward_input_proj",
-            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_weight",
-            "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet._fused_in_proj_qkvz_width",
-        ),
-    ),
-    Use(
         "draft/context.py",
         "the pool's buffers, into which the drafter's keys and values are written",
         ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",),

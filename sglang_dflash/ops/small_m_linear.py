@@ -14,7 +14,6 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
-from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.runtime_context import get_exec
 from torch import nn
 
@@ -60,24 +59,6 @@ class PassActivated(nn.Module):
         return x if x.shape[-1] == self._num_columns else self._act_fn(x)
 
 
-class JoinedProjections:
-    """In place of `Qwen3_5GatedDeltaNet._forward_input_proj`: the layer's two projections of its input as one product.
-
-    SGLang has that for other models (`finalize_fused_in_proj`), and here a second stream for the smaller of the two,
-    which is forked and joined in every layer.
-    """
-
-    def __init__(self, layer: Qwen3_5GatedDeltaNet) -> None:
-        self._layer, self._forward_many = layer, layer._forward_input_proj
-
-    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] in; [T, 2 * H_key * K + 2 * H_value * V] and [T, 2 * H_value] out."""
-        if torch.compiler.is_compiling() or not 0 < hidden_states.shape[0] <= MAX_ROWS:
-            return self._forward_many(hidden_states)
-        joined = ops.linear_few_rows(hidden_states, self._layer._fused_in_proj_weight, False)
-        return joined.tensor_split([self._layer._fused_in_proj_qkvz_width], dim=1)
-
-
 def install(model: nn.Module) -> None:
     """Give every layer of a loaded model that gains by it the kernel for few rows; `--bf16-gemm-backend` may ask for
     another."""
@@ -87,14 +68,6 @@ def install(model: nn.Module) -> None:
         return
     if get_exec().kernel.bf16_gemm_backend != "auto":
         return
-    for module in model.modules():
-        if isinstance(module, Qwen3_5GatedDeltaNet) and is_faster(
-            module.in_proj_qkvz.weight, module.in_proj_qkvz.weight.shape[0]
-        ):
-            module.finalize_fused_in_proj()
-            # Not where a quantised layer, or LoRA's, has to see its own rows.
-            if module._fused_in_proj_weight is not None:
-                module._forward_input_proj = JoinedProjections(module)
     gated = {id(module.gate_up_proj): module for module in model.modules() if type(module) in _GATED_MLPS}
     num_layers = 0
     for layer in model.modules():

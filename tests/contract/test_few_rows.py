@@ -5,7 +5,6 @@ import torch
 from resolving import asked
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.models import qwen3_5
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
@@ -55,33 +54,3 @@ def test_gated_mlp(publish_server, mlp_type):
         assert isinstance(mlp.act_fn, small_m_linear.PassActivated)
         for batch, want in zip(batches, before, strict=True):
             torch.testing.assert_close(mlp(batch), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="as above")
-def test_joined_projections(publish_server, monkeypatch):
-    """A Gated DeltaNet layer's two projections come to what they came to before, of few rows and of many."""
-    publish_server()
-    # Its weights are joined, and multiplied, for CUDA only.
-    monkeypatch.setattr(qwen3_5, "_is_cuda", True)
-    monkeypatch.setattr(qwen3_5, "bf16_gemm_dispatch", nn.functional.linear)
-    layer = qwen3_5.Qwen3_5GatedDeltaNet.__new__(qwen3_5.Qwen3_5GatedDeltaNet)
-    nn.Module.__init__(layer)
-    layer.in_proj_qkvz, layer.in_proj_ba = (
-        ReplicatedLinear(64, columns, bias=False, params_dtype=torch.bfloat16) for columns in (96, 8)
-    )
-    layer._fused_in_proj_weight, layer.alt_stream = None, None
-    layer._fused_input_proj_cpu_enabled = qwen3_5.LazyValue(lambda: False)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    batches = [torch.randn(rows, 64).bfloat16() for rows in (1, small_m_linear.MAX_ROWS, small_m_linear.MAX_ROWS + 1)]
-    before = [layer._forward_input_proj(batch) for batch in batches]
-
-    small_m_linear.install(nn.Sequential(layer))
-
-    assert isinstance(layer._forward_input_proj, small_m_linear.JoinedProjections)
-    for batch, wants in zip(batches, before, strict=True):
-        for got, want in zip(layer._forward_input_proj(batch), wants, strict=True):
-            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    # New weights are loaded into the same memory.
-    layer.in_proj_ba.weight.data.zero_()
-    assert not layer._forward_input_proj(batches[0])[1].any()
