@@ -17,6 +17,7 @@ class Settings:
             between; elsewhere a GPU waits for weights, however many rows there are.
         timed_replays: of each graph when the server starts; the fastest counts.
         explore_every: cycles between two with whole blocks, to see what the tokens behind the chosen width have become.
+        waits: so many times in a row the GPU has to have waited for the host before that counts as what a cycle costs.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         timed_every: cycles between two whose stages are timed, with `--enable-metrics`.
@@ -31,6 +32,7 @@ class Settings:
     busy: float = 1.05
     timed_replays: int = 3
     explore_every: int = 64
+    waits: int = 4
     newest: float = 0.2
     decay: float = 0.99
     timed_every: int = 8

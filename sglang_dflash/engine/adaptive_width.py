@@ -118,6 +118,44 @@ class MeasuredCost:
         self._has_begun.add(kind)
 
 
+class HostPace:
+    """How long the host takes from one cycle to the next step, where the GPU waits for it.
+
+    Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by then, as
+    small targets' do in large batches, rows that the GPU would have computed meanwhile cost nothing. One wait says
+    little, as anything may hold up a host once; the least of several in a row counts.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+        self._seconds: dict[int, float] = {}
+        # The cycle that runs: its batch size, and when its step began.
+        self._running: tuple[int, float] | None = None
+
+    def begin_cycle(self, bs: int, now: float) -> None:
+        """The step that began at `now` launches a cycle of so many requests, and does not wait for it."""
+        self._running = bs, now
+
+    def begin_step(self, now: float, has_gpu_waited: bool) -> None:
+        """The next step, of whatever kind, begins; `has_gpu_waited`: the cycle before it has ended."""
+        if self._running is None:
+            return
+        (bs, begun), self._running = self._running, None
+        recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.waits))
+        if has_gpu_waited:
+            recent.append(now - begun)
+            if len(recent) == SETTINGS.waits:
+                self._seconds[bs] = min(recent)
+        else:
+            # Whether the host would be faster with fewer rows is not seen any more, and to be found out again.
+            recent.clear()
+            self._seconds[bs] = SETTINGS.decay * self.seconds(bs)
+
+    def seconds(self, bs: int) -> float:
+        """That a cycle takes at least, whatever the GPU does; 0 where the GPU does not wait."""
+        return self._seconds.get(bs, 0.0)
+
+
 class VerifyWidth:
     """The width with the most tokens per time, from the acceptance seen so far.
 
@@ -137,15 +175,20 @@ class VerifyWidth:
         # Of the cycles whose results have not been seen, in order.
         self._pending: deque[int] = deque()
 
-    def choose(self, bs: int, more: float = 0.0) -> int:
-        """The width of the next cycle, of bs requests; `more` is what it costs besides, whatever the width."""
+    def choose(self, bs: int, more: float = 0.0, least: float = 0.0) -> int:
+        """The width of the next cycle, of bs requests.
+
+        Args:
+            more: what it costs besides, whatever the width.
+            least: what it costs at least, whatever the width.
+        """
         best = self._widths[-1]
         if len(self._widths) > 1 and self._cycle % SETTINGS.explore_every:
             tokens = self._gains.expected_tokens()
             costs = {width: self._cost(bs, width) for width in self._widths}
             best = max(
                 self._widths,
-                key=lambda width: tokens[width - 1] / (costs[width] + more) if costs[width] else math.inf,
+                key=lambda width: tokens[width - 1] / max(costs[width] + more, least) if costs[width] else math.inf,
             )
         self._cycle += 1
         self._pending.append(best)

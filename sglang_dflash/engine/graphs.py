@@ -406,6 +406,10 @@ class CycleGraphs:
     def __getitem__(self, width: int) -> CycleGraphRunner:
         return self._runners[width]
 
+    def padded(self, bs: int) -> int:
+        """The batch size of the graph of all rows; where there is none, its own."""
+        return self._whole.padded(bs) if self._whole.has(bs) else bs
+
     def cost(self, bs: int, width: int) -> float:
         """What a cycle takes, in seconds. Where there is no graph, all rows are verified."""
         runner = self._runners[width]

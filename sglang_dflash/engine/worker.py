@@ -44,6 +44,7 @@ from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive_width import (
     ChainGains,
+    HostPace,
     MeasuredCost,
     TreeGains,
     VerifyWidth,
@@ -137,6 +138,7 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
             pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
+        self._begin_step()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -144,6 +146,9 @@ class DFlashWorker(BaseSpecWorker):
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, overruled)
+        if self._pace is not None and on_publish is not None and not overruled and step.is_replay:
+            self._pace.begin_cycle(self._graphs.padded(batch.batch_size()), self._step_began)
+            self._cycle_ended.record()
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
             self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
@@ -152,6 +157,11 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(step.accepted.new_seq_lens)
         return self._end_cycle(batch, step, parts)
 
+    def _begin_step(self) -> None:
+        if self._pace is not None:
+            self._step_began = time.perf_counter()
+            self._pace.begin_step(self._step_began, self._cycle_ended.query())
+
     def _run_cycle(self, batch: ScheduleBatch, overruled: list[int]) -> Step:
         """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
         cycle, bs = self._cycle, batch.batch_size()
@@ -159,7 +169,8 @@ class DFlashWorker(BaseSpecWorker):
         seconds = 0.0
         if self._seconds_per_kv_token:
             seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, cycle.num_rows).sum())
-        width = self._width.choose(bs, seconds)
+        least = 0.0 if self._pace is None else self._pace.seconds(self._graphs.padded(bs))
+        width = self._width.choose(bs, seconds, least)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
@@ -425,6 +436,7 @@ class DFlashWorker(BaseSpecWorker):
         # Of the cycles that the scheduler has not seen the end of, in order.
         self._node_counts: deque[torch.Tensor | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None
+        self._pace: HostPace | None = None
         cost = MeasuredCost()
         self._measured = cost if is_adaptive and whole is None else None
         if whole is None:
@@ -440,6 +452,9 @@ class DFlashWorker(BaseSpecWorker):
             seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
             # Ranks have parts of different sizes.
             self._seconds_per_kv_token = self._of_first_rank(seconds)
+            # Ranks, which must choose the same, have hosts of different paces.
+            if get_parallel().tp_group.world_size == 1:
+                self._pace, self._cycle_ended, self._step_began = HostPace(), torch.cuda.Event(), 0.0
 
     @staticmethod
     def _of_first_rank(seconds: float) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_dflash.engine.adaptive_width import (
     ChainGains,
+    HostPace,
     MeasuredCost,
     TreeGains,
     VerifyWidth,
@@ -106,6 +107,47 @@ def test_long_contexts_make_rows_cheap():
 
 def test_free_rows_are_all_verified():
     assert set(run_chains(chains(lambda bs, rows: 1.0), 0.5, 300)) == {16}
+
+
+def test_rows_that_the_host_leaves_time_for_are_verified():
+    """Four rows take half as long as sixteen and commit more per second of the GPU, but the host takes longer still."""
+    width = chains(lambda bs, rows: 4 + rows / 2)
+    chosen = [width.choose(8)]
+    draw = random.Random(0)
+    for i in range(400):
+        # Of the second half only eight rows fit into the host's time.
+        chosen.append(width.choose(8, more=1, least=13 if i < 200 else 9))
+        width.complete(chain_result(draw, chosen[-2], 8, acceptance=0.5))
+    assert chosen[100:200] == [16] * 100
+    assert set(chosen[300:]) == {8, 16} and chosen[300:].count(8) > 90
+
+
+def steps(pace: HostPace, waited: list[bool], seconds: float = 2.0, bs: int = 8) -> list[float]:
+    """Cycles that the host comes back from after so long, or later than the GPU; the pace after each."""
+    paces = []
+    for has_gpu_waited in waited:
+        pace.begin_cycle(bs, 10.0)
+        pace.begin_step(10.0 + seconds, has_gpu_waited)
+        paces.append(pace.seconds(bs))
+    return paces
+
+
+def test_host_pace():
+    pace = HostPace()
+    assert steps(pace, [True, True, True, False] * 5) == [0.0] * 20
+    assert steps(pace, [True] * 4, seconds=5.0)[-1] == 5.0
+    # One that is faster is believed at once, one that is slower when all are.
+    assert steps(pace, [True], seconds=3.0) == [3.0]
+    assert steps(pace, [True] * 4, seconds=7.0) == [3.0, 3.0, 3.0, 7.0]
+    assert pace.seconds(16) == 0.0
+    # Nothing was running.
+    pace.begin_step(100.0, True)
+    assert pace.seconds(8) == 7.0
+    forgotten = steps(pace, [False] * 100)
+    assert forgotten == sorted(forgotten, reverse=True) and forgotten[-1] < 0.4 * 7.0
+    # Anew.
+    assert steps(pace, [True] * 3, seconds=9.0)[-1] == forgotten[-1]
+    assert steps(pace, [True], seconds=9.0) == [9.0]
 
 
 def test_another_text_is_learned():
