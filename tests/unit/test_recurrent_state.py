@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import hybrid
 import pytest
 import torch
+from bench.pairs import checkpoint
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.runtime_context import get_schedule
+from sglang.srt.server_args import ServerArgs
 from test_memory import configurator, kv_dtype, served, server_args
 
 from sglang_dflash.checkpoint.config import ConfigError
@@ -51,6 +55,46 @@ def test_states_and_inputs_take_what_is_counted(pair, slots):
     assert described["running_requests"] == 6
     assert slots is None or described["slots"] == slots
     assert BUDGET - left == pytest.approx(taken, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "flags", "wanted"),
+    [
+        ("qwen3.5-27b", 16.0, {}, {"requests": (10, 1)}),
+        ("qwen3.5-9b", 50.0, {}, {"requests": (48, 22)}),
+        ("qwen3.5-9b", 50.0, {"max_mamba_cache_size": 240}, {"requests": (48, 48), "gib": (37.7, 0.8)}),
+    ],
+)
+def test_an_80_gb_card(tmp_path, monkeypatch, name, gib, flags, wanted):
+    """How many requests run beside bf16 weights, and what is left to KV: here, and where SGLang reserves the states
+    after every verified token. `gib` is what 0.88 of the card has left of the weights."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
+    target, drafter = (checkpoint(model, tmp_path) for model in (name, f"{name}-dflash"))
+    requests, left = [], []
+    for handle in (
+        KVCacheConfigurator._handle_max_mamba_cache,
+        KVCacheConfigurator._handle_max_mamba_cache.__wrapped__,
+    ):
+        args = ServerArgs(
+            model_path=target,
+            device="cpu",
+            attention_backend="torch_native",
+            dtype="bfloat16",
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=drafter,
+            max_running_requests=48,
+            **flags,
+        )
+        args.resolve_once()
+        with served(args):
+            kvc = configurator(args, ModelConfig(target, dtype="bfloat16"), torch.bfloat16)
+            left.append(handle(kvc, gib))
+            slots = get_schedule().max_mamba_cache_size
+            requests.append(min(slots // kvc._calculate_mamba_ratio(), get_schedule().max_running_requests))
+
+    assert tuple(requests) == wanted["requests"]
+    if "gib" in wanted:
+        assert left == pytest.approx(wanted["gib"], abs=0.1)
 
 
 def test_blocks_that_are_longer_than_half_an_interval(pair):
