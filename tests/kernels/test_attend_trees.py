@@ -211,6 +211,18 @@ def test_many_chunks(device, monkeypatch):
     check(arguments((1200, 100), 3, GQA, device), 10)
 
 
+@pytest.mark.parametrize("num_nodes", [3, 40])
+def test_further_chunks_among_many_requests(num_nodes, device, monkeypatch):
+    """They look for their request among four at a time: in the first turn, at its end, in the last; of one tile of rows,
+    and of several."""
+    monkeypatch.setattr(kernel, "_LOOKED_AT", 4)
+    contexts = (300, 5, 0, 700, 1, 260, 20, 64, 63, 400)
+    inputs = arguments(contexts, num_nodes, (8, 1, 16, 16), device)
+    counts = divide(inputs, 18).o_indptr.diff() // num_nodes
+    assert (counts > 1).tolist() == [True, False, False, True, False, True, False, False, False, True]
+    check(inputs, 18)
+
+
 def test_rows_merged_together(device, monkeypatch):
     monkeypatch.setattr(kernel, "_MERGE_BLOCKS", 5)
     check(arguments((300, 10, 300), 3, (3, 1, 16, 16), device), 7)

@@ -30,6 +30,8 @@ MAX_NODES = 64
 _MIN_ROWS, _MIN_COLUMNS = 16, 16
 # Thread blocks that keep a multiprocessor busy.
 _BLOCKS_PER_PROCESSOR = 2
+# Requests among which a further chunk looks for its own at a time.
+_LOOKED_AT = 128
 # Numbers that a thread block merges at a time, at most so many columns and chunks of them.
 _MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
 # Thread blocks that merge, if these have no more rows each than that: most find nothing to do.
@@ -185,7 +187,24 @@ def _chunks_of(o_indptr, request, num_nodes):
     return num_chunks, 2 * (before - request)
 
 
-@triton.jit(do_not_specialize=["num_nodes"])
+@triton.jit
+def _further_chunk(o_indptr, index, bs, num_nodes, LOOKED_AT: tl.constexpr):
+    """Of all chunks that are not the first of their request the one at `index`: its request, and which of it it is;
+    the request is `bs` where there are not so many."""
+    request, chunk = index * 0, index + 1
+    for start in range(0, bs, LOOKED_AT):
+        other = start + tl.arange(0, LOOKED_AT)
+        is_other = other < bs
+        before = tl.load(o_indptr + other, mask=is_other, other=0) // num_nodes
+        after = tl.load(o_indptr + other + 1, mask=is_other, other=0) // num_nodes
+        # All further chunks of these requests, and of those before them, come before `index`.
+        is_before = is_other & (after - other - 1 <= index)
+        request += tl.sum(is_before.to(tl.int32))
+        chunk -= tl.sum(tl.where(is_before, after - before - 1, 0))
+    return request, chunk
+
+
+@triton.jit(do_not_specialize=["bs", "num_tiles", "num_nodes"])
 def _attend_trees_kernel(
     query,
     query_row_stride,
@@ -207,12 +226,10 @@ def _attend_trees_kernel(
     output,
     parts,
     sums,
-    requests,
-    tiles,
-    chunks,
-    is_entry,
     o_indptr,
     chunk_size,
+    bs,
+    num_tiles,
     num_nodes,
     window,
     logit_scale,
@@ -232,15 +249,18 @@ def _attend_trees_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_V_IN_K: tl.constexpr,
+    LOOKED_AT: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
     kv_head = tl.program_id(0) % G
-    entry = tl.program_id(0) // G
-    # At once, as each load waits for the memory.
-    is_there, keys_per_chunk = tl.load(is_entry + entry), tl.load(chunk_size)
-    request, tile, chunk = tl.load(requests + entry), tl.load(tiles + entry), tl.load(chunks + entry)
-    if is_there == 0:
+    # The first chunks of all requests, and behind them the others of requests that have more.
+    tile, entry = tl.program_id(0) // G % num_tiles, tl.program_id(0) // G // num_tiles
+    request, chunk = entry, entry * 0
+    if entry >= bs:
+        request, chunk = _further_chunk(o_indptr, entry - bs, bs, num_nodes, LOOKED_AT)
+    if request == bs:
         return
+    keys_per_chunk = tl.load(chunk_size)
     request = request.to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     node = row // (H // G)
@@ -500,12 +520,10 @@ def attend_trees(
         output,
         parts,
         sums,
-        split.request_indices,
-        split.qo_tile_indices,
-        split.kv_tile_indices,
-        split.block_valid_mask.view(torch.uint8),
         split.o_indptr,
         split.kv_chunk_size,
+        bs,
+        layout.num_tiles,
         num_nodes,
         0 if window is None else window,
         scale * k_scale,
@@ -525,6 +543,7 @@ def attend_trees(
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
         IS_V_IN_K=is_v_in_k and value_size == layout.main,
+        LOOKED_AT=_LOOKED_AT,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
