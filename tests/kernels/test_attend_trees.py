@@ -213,8 +213,8 @@ def test_many_chunks(device, monkeypatch):
 
 @pytest.mark.parametrize("num_nodes", [3, 40])
 def test_further_chunks_among_many_requests(num_nodes, device, monkeypatch):
-    """They look for their request among four at a time: in the first turn, at its end, in the last; of one tile of rows,
-    and of several."""
+    """They look for their request among four at a time: in the first turn, at its end, in the last; of one tile of
+    rows, and of several."""
     monkeypatch.setattr(kernel, "_LOOKED_AT", 4)
     contexts = (300, 5, 0, 700, 1, 260, 20, 64, 63, 400)
     inputs = arguments(contexts, num_nodes, (8, 1, 16, 16), device)
