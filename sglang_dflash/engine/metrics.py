@@ -45,12 +45,18 @@ class CycleMetrics:
         self._block_size = block_size
         self._blocks: Counter[int] = Counter()
         self._widths: Counter[int] = Counter()
+        self._ranks: Counter[int] = Counter()
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._cycle = 0
         # Of the cycles that the scheduler has not seen the end of, in order.
         self._pending: deque[torch.Tensor | None] = deque()
         self._prometheus = _Prometheus(block_size) if _exports() else None
-        self.clock = CycleClock(device, is_on=self._prometheus is not None)
+        self.clock = CycleClock(device, is_on=self.are_exported)
+
+    @property
+    def are_exported(self) -> bool:
+        """To Prometheus."""
+        return self._prometheus is not None
 
     def end_cycle(self) -> None:
         """A decode cycle has been launched."""
@@ -59,11 +65,19 @@ class CycleMetrics:
         self._pending.append(self.clock.read() if self._cycle % SETTINGS.timed_every == 0 else None)
         self._cycle += 1
 
-    def complete(self, num_correct_drafts: list[int], width: int) -> None:
-        """The oldest cycle has ended: drafts accepted of each request, without the bonus tokens, of `width` rows."""
+    def complete(self, num_correct_drafts: list[int], width: int, ranks: list[int]) -> None:
+        """The oldest cycle has ended.
+
+        Args:
+            num_correct_drafts: accepted of each request, without the bonus tokens.
+            width: rows of each that were verified.
+            ranks: of trees, accepted drafts that were the first, second, ... candidate of their position; empty where
+                they are not counted.
+        """
         blocks = Counter(correct + 1 for correct in num_correct_drafts)
         self._blocks.update(blocks)
         self._widths[width] += len(num_correct_drafts)
+        self._ranks.update(dict(enumerate(ranks)))
         if self._prometheus is None:
             return
         times = self._pending.popleft()
@@ -74,7 +88,7 @@ class CycleMetrics:
             seconds = {stage: (end - start) / 1e9 for stage, (start, end) in stages}
         for stage, value in seconds.items():
             self._seconds[stage] += value
-        self._prometheus.add(blocks, seconds)
+        self._prometheus.add(blocks, seconds, ranks)
 
     def snapshot(self) -> dict:
         """For `/server_info`: since the server started."""
@@ -88,6 +102,8 @@ class CycleMetrics:
                 _over(self._blocks, position) / max(1, _over(self._widths, position))
                 for position in range(1, self._block_size)
             ]
+        if self._ranks:
+            snapshot["accepted_drafts_by_rank"] = list(self._ranks.values())
         total = sum(self._seconds.values())
         if total:
             snapshot["time_share"] = {stage: seconds / total for stage, seconds in self._seconds.items()}
@@ -126,11 +142,19 @@ class _Prometheus:
             f"Seconds of every {SETTINGS.timed_every}th decode cycle, by stage: {', '.join(STAGES)}.",
             [*labels, "stage"],
         )
+        self._drafts = Counter(
+            "sglang_dflash:accepted_tree_drafts_total",
+            "Accepted drafts of trees, by which candidate of its position each was: 1 is the most probable.",
+            [*labels, "rank"],
+        )
+        self._labels = labels
         self._blocks = {n: blocks.labels(**labels, accept_length=n) for n in range(1, block_size + 1)}
         self._seconds = {stage: seconds.labels(**labels, stage=stage) for stage in STAGES}
 
-    def add(self, blocks: Counter[int], seconds: dict[str, float]) -> None:
+    def add(self, blocks: Counter[int], seconds: dict[str, float], ranks: list[int]) -> None:
         for accept_length, count in blocks.items():
             self._blocks[accept_length].inc(count)
+        for rank, count in enumerate(ranks, start=1):
+            self._drafts.labels(**self._labels, rank=rank).inc(count)
         for stage, value in seconds.items():
             self._seconds[stage].inc(value)

@@ -24,9 +24,12 @@ class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
 
     Attributes:
         trees: of the requests, as soon as they are grown; None: they have chains.
+        candidates: [bs, W - 1, K] int64, the tokens that they were grown from, the most probable of a position first;
+            None: they have chains, or roots alone.
     """
 
     trees: Trees | None = None
+    candidates: torch.Tensor | None = None
 
 
 @dataclass

@@ -16,9 +16,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import TreeAttentionBackend
-from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled
+from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled, TreeCounts
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.types import Block, Trees
+from sglang_dflash.verify.acceptance import Acceptance
 
 
 class TreeCycle(DecodeCycle):
@@ -26,19 +27,19 @@ class TreeCycle(DecodeCycle):
     which is not more than N."""
 
     def __init__(
-        self, *args, num_nodes: int, num_candidates: int, counts_nodes: bool, attention: TreeAttentionBackend
+        self, *args, num_nodes: int, num_candidates: int, counts_accepted: bool, attention: TreeAttentionBackend
     ) -> None:
         """
         Args:
             num_nodes: N, at most.
             num_candidates: of a row of the drafter, that may be in a tree.
-            counts_nodes: whether somebody asks for `Settled.node_counts`.
+            counts_accepted: whether somebody asks for `Settled.tree_counts`.
             attention: of the target's forwards.
             args: as those of `DecodeCycle`.
         """
         self.num_candidates = num_candidates
         super().__init__(*args)
-        self.num_rows, self._counts_nodes, self.verify_attention = num_nodes, counts_nodes, attention
+        self.num_rows, self._counts_accepted, self.verify_attention = num_nodes, counts_accepted, attention
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         width = block.input_ids.shape[0] // batch.batch_size
@@ -72,6 +73,7 @@ class TreeCycle(DecodeCycle):
             trees.ancestors.fill_(1)
             return block_tokens
         candidates = self._head.candidates(self._forward_draft(batch, block, forwards), bs)
+        batch.spec_info.candidates = candidates[0]
         ops.grow_trees(
             block_tokens[:, 0],
             *candidates,
@@ -100,14 +102,24 @@ class TreeCycle(DecodeCycle):
             paths.copy_(torch.arange(max_len, device=paths.device))
         self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
-        node_counts = None
-        if self._counts_nodes:
-            # Row 0 of `req_to_token` is that of padding.
-            has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
-            is_accepted = torch.arange(max_len, device=paths.device) < accepted.accept_lens[:, None]
-            node_counts = torch.zeros_like(slots[0])
-            node_counts.index_add_(0, paths.view(-1), (is_accepted & has_tree[:, None]).view(-1).to(torch.int64))
-        return Settled(accepted, output.hidden_states[rows.view(-1)], node_counts)
+        counts = self._count(batch, block, accepted, paths) if self._counts_accepted else None
+        return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
+
+    def _count(self, batch: ForwardBatch, block: Block, accepted: Acceptance, paths: torch.Tensor) -> TreeCounts:
+        """`paths`: [bs, W] int64, nodes."""
+        tokens = batch.input_ids.view(batch.batch_size, -1)
+        # Row 0 of `req_to_token` is that of padding.
+        has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
+        is_accepted = torch.arange(paths.shape[1], device=paths.device) < accepted.accept_lens[:, None]
+        counted = (is_accepted & has_tree[:, None]).to(torch.int64)
+        nodes, ranks = tokens.new_zeros(tokens.shape[1]), tokens.new_zeros(self.num_candidates)
+        nodes.index_add_(0, paths.view(-1), counted.view(-1))
+        if batch.spec_info.candidates is not None:
+            # Candidates of a position are different tokens.
+            drafts = tokens.gather(1, paths)[:, 1:, None]
+            rank = (batch.spec_info.candidates == drafts).to(torch.int64).argmax(dim=-1)
+            ranks.index_add_(0, rank.view(-1), counted[:, 1:].reshape(-1))
+        return TreeCounts(nodes, ranks)
 
     def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         return block.out_cache_loc

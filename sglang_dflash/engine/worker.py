@@ -51,7 +51,7 @@ from sglang_dflash.engine.adaptive_width import (
     chain_widths,
     tree_widths,
 )
-from sglang_dflash.engine.cycle import DecodeCycle, Step
+from sglang_dflash.engine.cycle import DecodeCycle, Step, TreeCounts
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
@@ -224,9 +224,9 @@ class DFlashWorker(BaseSpecWorker):
         failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
-        counts = step.settled.node_counts
+        counts = step.settled.tree_counts
         # The scheduler will have waited for what is launched behind this.
-        self._node_counts.append(None if counts is None else counts.to("cpu", non_blocking=True, copy=True))
+        self._tree_counts.append(None if counts is None else counts.to_cpu())
         # The next replay overwrites them before the scheduler has read them.
         _, hidden_states = self._cycle.split_hidden_states(step.settled.hidden_states)
         output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
@@ -406,7 +406,7 @@ class DFlashWorker(BaseSpecWorker):
             *arguments,
             num_nodes=get_spec().speculative_num_draft_tokens,
             num_candidates=self._num_candidates,
-            counts_nodes=get_spec().speculative_adaptive,
+            counts_accepted=get_spec().speculative_adaptive or self._metrics.are_exported,
             attention=self._tree_attention,
         )
 
@@ -434,7 +434,7 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive:
             widths = tree_widths(num_rows) if has_trees else chain_widths(num_rows)
         # Of the cycles that the scheduler has not seen the end of, in order.
-        self._node_counts: deque[torch.Tensor | None] = deque()
+        self._tree_counts: deque[TreeCounts | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None
         self._pace: HostPace | None = None
         cost = MeasuredCost()
@@ -484,9 +484,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
-        node_counts = self._node_counts.popleft()
-        result = num_correct_drafts_per_req if node_counts is None else node_counts.tolist()
-        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(result))
+        counts = self._tree_counts.popleft()
+        result = num_correct_drafts_per_req if counts is None else counts.nodes.tolist()
+        width = self._width.complete(result)
+        self._metrics.complete(num_correct_drafts_per_req, width, [] if counts is None else counts.ranks.tolist())
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape."""

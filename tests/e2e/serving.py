@@ -185,7 +185,12 @@ REQUESTS_TREES = Settings("requests-trees", flags=_REQUEST_FLAGS, dflash_flags=t
 _PAGED_FLAGS = (("page-size", 16), ("chunked-prefill-size", 64))
 PAGED = Settings("page16-chunk64", flags=_PAGED_FLAGS, plain=DEFAULT)
 # A path may be in any of a tree's pages.
-TREES_PAGED = Settings("page16-chunk64-trees32", flags=_PAGED_FLAGS, dflash_flags=(SYNC, *trees(8, 32)), plain=DEFAULT)
+TREES_PAGED = Settings(
+    "page16-chunk64-trees32",
+    flags=_PAGED_FLAGS,
+    dflash_flags=(SYNC, *trees(8, 32), ("enable-metrics", True)),
+    plain=DEFAULT,
+)
 # Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
 LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
 

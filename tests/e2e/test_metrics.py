@@ -2,7 +2,7 @@
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import REQUESTS_SYNC
+from serving import REQUESTS_SYNC, TREES_PAGED
 
 
 def exported(server, name):
@@ -44,3 +44,26 @@ def test_acceptance(pair, prompts):
     assert sum(described["time_share"].values()) == pytest.approx(1)
     stages = {s.labels["stage"]: s.value for s in exported(server, "sglang_dflash:stage_seconds_total")}
     assert all(stages[stage] > 0 for stage in ("draft", "verify", "append"))
+
+
+@pytest.mark.parametrize("settings", [TREES_PAGED], indirect=True, ids=str)
+def test_ranks_of_accepted_drafts(pair, prompts):
+    server = pair.dflash
+
+    def counts() -> list[int]:
+        return server.internal_state()["sglang_dflash"].get("accepted_drafts_by_rank", [0] * 8)
+
+    def exported_counts() -> dict[int, float]:
+        samples = exported(server, "sglang_dflash:accepted_tree_drafts_total")
+        return {int(sample.labels["rank"]): sample.value for sample in samples}
+
+    before = counts()
+    answers = server.generate_concurrently(
+        [{"input_ids": prompt, "max_new_tokens": 80, "ignore_eos": True} for prompt in prompts[:5]]
+    )
+
+    gained = [now - then for now, then in zip(counts(), before, strict=True)]
+    assert sum(gained) == sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
+    # Most are the best candidate of their position, and trees are there for the others.
+    assert gained[0] > sum(gained) / 2 and sum(gained[1:]) > 0.05 * sum(gained)
+    assert exported_counts() == {rank: pytest.approx(count) for rank, count in enumerate(counts(), start=1)}
