@@ -129,18 +129,15 @@ class HostPace:
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
-        # The cycle that runs: its batch size, and when its step began.
-        self._running: tuple[int, float] | None = None
-
-    def begin_cycle(self, bs: int, now: float) -> None:
-        """The step that began at `now` launches a cycle of so many requests, and does not wait for it."""
-        self._running = bs, now
+        # Of the step that was last begun; the batch size of its cycle.
+        self._begun, self._running = 0.0, None
 
     def begin_step(self, now: float, has_gpu_waited: bool) -> None:
-        """The next step, of whatever kind, begins; `has_gpu_waited`: the cycle before it has ended."""
-        if self._running is None:
+        """A step of whatever kind begins; `has_gpu_waited`: the cycle before it has ended."""
+        begun, self._begun = self._begun, now
+        bs, self._running = self._running, None
+        if bs is None:
             return
-        (bs, begun), self._running = self._running, None
         recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.waits))
         if has_gpu_waited:
             recent.append(now - begun)
@@ -150,6 +147,10 @@ class HostPace:
             # Whether the host would be faster with fewer rows is not seen any more, and to be found out again.
             recent.clear()
             self._seconds[bs] = SETTINGS.decay * self.seconds(bs)
+
+    def begin_cycle(self, bs: int) -> None:
+        """This step launches a cycle of so many requests, and does not wait for it."""
+        self._running = bs
 
     def seconds(self, bs: int) -> float:
         """That a cycle takes at least, whatever the GPU does; 0 where the GPU does not wait."""

@@ -54,35 +54,20 @@ class Forwards(Protocol):
 
 
 @dataclass(frozen=True)
-class TreeCounts:
-    """What was accepted of the requests that have a tree.
-
-    Attributes:
-        nodes: [N] int64, how many requests accepted each node of theirs.
-        ranks: [K] int64, how many of the accepted drafts were the first, the second, ... candidate of their position.
-    """
-
-    nodes: torch.Tensor
-    ranks: torch.Tensor
-
-    def to_cpu(self) -> TreeCounts:
-        """Copies on their way there."""
-        return TreeCounts(*(counts.to("cpu", non_blocking=True, copy=True) for counts in (self.nodes, self.ranks)))
-
-
-@dataclass(frozen=True)
 class Settled:
     """What the target's tokens have decided.
 
     Attributes:
         accepted: of each request.
         hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
-        tree_counts: None where there are no trees, or nobody asks.
+        tree_counts: [N + K] int64, of the requests that have a tree: how many accepted each node of theirs, and how
+            many of the accepted drafts were the first, the second, ... candidate of their position; None where nobody
+            asks.
     """
 
     accepted: Acceptance
     hidden_states: torch.Tensor
-    tree_counts: TreeCounts | None = None
+    tree_counts: torch.Tensor | None = None
 
     def take(self, bs: int) -> Settled:
         """Of the first `bs` requests; the decision is a copy that the next replay of the graph cannot overwrite."""

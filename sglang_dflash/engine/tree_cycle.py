@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import TreeAttentionBackend
-from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled, TreeCounts
+from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.types import Block, Trees
 from sglang_dflash.verify.acceptance import Acceptance
@@ -105,21 +105,22 @@ class TreeCycle(DecodeCycle):
         counts = self._count(batch, block, accepted, paths) if self._counts_accepted else None
         return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
 
-    def _count(self, batch: ForwardBatch, block: Block, accepted: Acceptance, paths: torch.Tensor) -> TreeCounts:
-        """`paths`: [bs, W] int64, nodes."""
+    def _count(self, batch: ForwardBatch, block: Block, accepted: Acceptance, paths: torch.Tensor) -> torch.Tensor:
+        """`Settled.tree_counts`; `paths`: [bs, W] int64, nodes."""
         tokens = batch.input_ids.view(batch.batch_size, -1)
         # Row 0 of `req_to_token` is that of padding.
         has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
         is_accepted = torch.arange(paths.shape[1], device=paths.device) < accepted.accept_lens[:, None]
         counted = (is_accepted & has_tree[:, None]).to(torch.int64)
-        nodes, ranks = tokens.new_zeros(tokens.shape[1]), tokens.new_zeros(self.num_candidates)
+        counts = tokens.new_zeros(tokens.shape[1] + self.num_candidates)
+        nodes, ranks = counts.tensor_split([tokens.shape[1]])
         nodes.index_add_(0, paths.view(-1), counted.view(-1))
         if batch.spec_info.candidates is not None:
             # Candidates of a position are different tokens.
             drafts = tokens.gather(1, paths)[:, 1:, None]
             rank = (batch.spec_info.candidates == drafts).to(torch.int64).argmax(dim=-1)
             ranks.index_add_(0, rank.view(-1), counted[:, 1:].reshape(-1))
-        return TreeCounts(nodes, ranks)
+        return counts
 
     def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         return block.out_cache_loc

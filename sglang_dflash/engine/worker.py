@@ -51,7 +51,7 @@ from sglang_dflash.engine.adaptive_width import (
     chain_widths,
     tree_widths,
 )
-from sglang_dflash.engine.cycle import DecodeCycle, Step, TreeCounts
+from sglang_dflash.engine.cycle import DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
@@ -138,7 +138,8 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
             pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
-        self._begin_step()
+        if self._pace is not None:
+            self._pace.begin_step(time.perf_counter(), self._cycle_ended.query())
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -147,7 +148,7 @@ class DFlashWorker(BaseSpecWorker):
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, overruled)
         if self._pace is not None and on_publish is not None and not overruled and step.is_replay:
-            self._pace.begin_cycle(self._graphs.padded(batch.batch_size()), self._step_began)
+            self._pace.begin_cycle(self._graphs.padded(batch.batch_size()))
             self._cycle_ended.record()
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
@@ -156,11 +157,6 @@ class DFlashWorker(BaseSpecWorker):
             # The scheduler prepares the next cycle.
             on_publish(step.accepted.new_seq_lens)
         return self._end_cycle(batch, step, parts)
-
-    def _begin_step(self) -> None:
-        if self._pace is not None:
-            self._step_began = time.perf_counter()
-            self._pace.begin_step(self._step_began, self._cycle_ended.query())
 
     def _run_cycle(self, batch: ScheduleBatch, overruled: list[int]) -> Step:
         """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
@@ -226,7 +222,7 @@ class DFlashWorker(BaseSpecWorker):
         self._metrics.end_cycle()
         counts = step.settled.tree_counts
         # The scheduler will have waited for what is launched behind this.
-        self._tree_counts.append(None if counts is None else counts.to_cpu())
+        self._tree_counts.append(None if counts is None else counts.to("cpu", non_blocking=True, copy=True))
         # The next replay overwrites them before the scheduler has read them.
         _, hidden_states = self._cycle.split_hidden_states(step.settled.hidden_states)
         output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
@@ -434,7 +430,7 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive:
             widths = tree_widths(num_rows) if has_trees else chain_widths(num_rows)
         # Of the cycles that the scheduler has not seen the end of, in order.
-        self._tree_counts: deque[TreeCounts | None] = deque()
+        self._tree_counts: deque[torch.Tensor | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None
         self._pace: HostPace | None = None
         cost = MeasuredCost()
@@ -454,7 +450,7 @@ class DFlashWorker(BaseSpecWorker):
             self._seconds_per_kv_token = self._of_first_rank(seconds)
             # Ranks, which must choose the same, have hosts of different paces.
             if get_parallel().tp_group.world_size == 1:
-                self._pace, self._cycle_ended, self._step_began = HostPace(), torch.cuda.Event(), 0.0
+                self._pace, self._cycle_ended = HostPace(), torch.cuda.Event()
 
     @staticmethod
     def _of_first_rank(seconds: float) -> float:
@@ -485,9 +481,10 @@ class DFlashWorker(BaseSpecWorker):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
         counts = self._tree_counts.popleft()
-        result = num_correct_drafts_per_req if counts is None else counts.nodes.tolist()
-        width = self._width.complete(result)
-        self._metrics.complete(num_correct_drafts_per_req, width, [] if counts is None else counts.ranks.tolist())
+        result, ranks = num_correct_drafts_per_req, []
+        if counts is not None:
+            result, ranks = (part.tolist() for part in counts.tensor_split([-self._num_candidates]))
+        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(result), ranks)
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape."""

@@ -126,7 +126,8 @@ def steps(pace: HostPace, waited: list[bool], seconds: float = 2.0, bs: int = 8)
     """Cycles that the host comes back from after so long, or later than the GPU; the pace after each."""
     paces = []
     for has_gpu_waited in waited:
-        pace.begin_cycle(bs, 10.0)
+        pace.begin_step(10.0, True)
+        pace.begin_cycle(bs)
         pace.begin_step(10.0 + seconds, has_gpu_waited)
         paces.append(pace.seconds(bs))
     return paces
