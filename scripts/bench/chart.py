@@ -59,12 +59,12 @@ def _positions(run: dict) -> Iterator[tuple[str, str, float]]:
     """Of every panel that a figure may stand in: title, axis, and where on it."""
     place = f"{short(run['target'])}, {run['backend']}, tp {run['tp']}"
     sampled = f", temperature {run['temperature']:g}" if run["temperature"] else ""
-    rate = sampled if run["request_rate"] is None else f"{sampled}, {run['request_rate']:g} arrivals/s"
-    yield f"{place}, {run['prompts']}{rate}", "concurrency", run["concurrency"]
+    how = sampled if run["request_rate"] is None else f"{sampled}, {run['request_rate']:g} arrivals/s"
+    yield f"{place}, {run['prompts']}{how}", "concurrency", run["concurrency"]
     prompts = Prompts.parse(run["prompts"])
     if prompts.tokens is not None:
         dataset = "" if prompts.dataset is None else f", {prompts.dataset}"
-        yield f"{place}{dataset}, concurrency {run['concurrency']}{rate}", "prompt tokens", prompts.tokens
+        yield f"{place}{dataset}, concurrency {run['concurrency']}{how}", "prompt tokens", prompts.tokens
     if run["request_rate"] is not None:
         yield f"{place}, {run['prompts']}, concurrency {run['concurrency']}{sampled}", "arrivals/s", run["request_rate"]
 

@@ -16,11 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
+from sglang_dflash.ops.kernels.attend_trees import SHARED_MEMORY, attend_trees, split_trees
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
-# Bytes that a thread block may have.
-SHARED_MEMORY = 227 * 1024
 
 
 class HopperDriver:

@@ -58,9 +58,8 @@ def server_args(target: Path, drafter: Path, **changes) -> ServerArgs:
         model_path=str(target),
         device="cpu",
         attention_backend="torch_native",
-        dtype="float32",
         speculative_draft_model_path=str(drafter),
-        **({"speculative_algorithm": "DFLASH", "page_size": 1} | changes),
+        **({"speculative_algorithm": "DFLASH", "page_size": 1, "dtype": "float32"} | changes),
     )
 
 

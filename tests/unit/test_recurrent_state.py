@@ -10,7 +10,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_schedule
-from sglang.srt.server_args import ServerArgs
 from test_memory import configurator, kv_dtype, served, server_args
 
 from sglang_dflash.checkpoint.config import ConfigError
@@ -75,16 +74,7 @@ def test_an_80_gb_card(tmp_path, monkeypatch, name, gib, flags, wanted):
         KVCacheConfigurator._handle_max_mamba_cache,
         KVCacheConfigurator._handle_max_mamba_cache.__wrapped__,
     ):
-        args = ServerArgs(
-            model_path=target,
-            device="cpu",
-            attention_backend="torch_native",
-            dtype="bfloat16",
-            speculative_algorithm="DFLASH",
-            speculative_draft_model_path=drafter,
-            max_running_requests=48,
-            **flags,
-        )
+        args = server_args(target, drafter, dtype="bfloat16", max_running_requests=48, **flags)
         args.resolve_once()
         with served(args):
             kvc = configurator(args, ModelConfig(target, dtype="bfloat16"), torch.bfloat16)
