@@ -188,8 +188,17 @@ def split_kv(bs: int, args: argparse.Namespace) -> Case:
     sizes = (MAX_ENTRIES + bs * tiles,) * 4 + (bs + 1, bs * BLOCK_SIZE + 1, 1)
     dtypes = [torch.int32] * 3 + [torch.bool] + [torch.int32] * 3
     split = KVSplit(*(torch.zeros(n, dtype=dtype, device=DEVICE) for n, dtype in zip(sizes, dtypes, strict=True)))
-    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, 1, split)
+    arguments = (lens, None, BLOCK_SIZE, ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES, split)
     return Case(arguments, lens.nbytes + sum(tensor.nbytes for tensor in vars(split).values()))
+
+
+def divide_keys(bs: int, args: argparse.Namespace) -> Case:
+    """Into chunks of 32 keys and more, with room for two thread blocks of every multiprocessor and KV head."""
+    lens = seq_lens(bs, args)
+    chunks = torch.zeros(max(MAX_ENTRIES, bs), 6, dtype=torch.int32, device=DEVICE)
+    part_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
+    arguments = (lens, rows(bs), None, BLOCK_SIZE, 32, 96, chunks, part_indptr)
+    return Case(arguments, 2 * lens.nbytes + chunks.nbytes + part_indptr.nbytes)
 
 
 def write_context_kv(bs: int, args: argparse.Namespace) -> Case:
@@ -270,10 +279,8 @@ def attention(lens: torch.Tensor) -> Case:
     positions = (lens[:, None] + (nodes + 1) // 2).flatten()
     inputs = (query, k_cache, v_cache, slots, torch.arange(bs, device=DEVICE), None, lens, positions, ancestors)
     num_bytes = 2 * query.nbytes + num_slots * (k_cache[0].nbytes + v_cache[0].nbytes + slots.itemsize)
-    split = split_trees(lens, None, BLOCK_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, query.dtype)
-    # What is not an entry is in memory as it was found.
-    for column in (split.request_indices, split.qo_tile_indices, split.kv_tile_indices):
-        column.masked_fill_(~split.block_valid_mask, 0)
+    shape = (BLOCK_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    split = split_trees(lens, inputs[4], None, *shape, query.dtype)
     return Case((*inputs, HEAD_DIM**-0.5, None, 0.0, None, 1.0, 1.0, split), num_bytes)
 
 
@@ -344,6 +351,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     gather_window,
     index_kv,
     split_kv,
+    divide_keys,
     qk_norm_rope_set_kv,
     write_context_kv,
     sample_rows,

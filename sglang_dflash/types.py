@@ -239,3 +239,21 @@ class KVSplit:
     o_indptr: torch.Tensor
     merge_indptr: torch.Tensor
     kv_chunk_size: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeyChunks:
+    """Which keys of a batch of trees a thread block attends to; int32.
+
+    Attributes:
+        chunks: [P, 6], of each chunk its request, its first key, the one behind its last, its part, and of the request
+            the tokens of context and the row of `req_to_token`. The part is -1 if the request has one chunk, the
+            request where there is no chunk.
+        part_indptr: [bs + 1], where the parts of each request begin.
+        arrivals: [bs * tiles of rows * KV heads], zeros: how many chunks of a request have ended, while one layer's
+            attention runs. None: parts are merged by a launch of its own.
+    """
+
+    chunks: torch.Tensor
+    part_indptr: torch.Tensor
+    arrivals: torch.Tensor | None

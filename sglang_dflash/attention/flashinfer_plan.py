@@ -153,7 +153,6 @@ class FlashInferPlan:
             updater.num_qo_heads // updater.num_kv_heads,
             info["cta_tile_q"],
             self._max_entries,
-            1,  # chunk_unit
             split,
         )
         return split

@@ -21,7 +21,7 @@ from torch import nn
 
 from sglang_dflash import ops
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.types import KVRows, KVSplit
+from sglang_dflash.types import KeyChunks, KVRows
 
 
 class NodeAttentionBackend(AttentionBackend):
@@ -39,7 +39,7 @@ class NodeAttentionBackend(AttentionBackend):
         self.kv_index_translator = target_runner.kv_index_translator
         self.forward_metadata: torch.Tensor | None = None
         # Of the forward that is under way, by window and shape of its layers.
-        self._splits: dict[tuple, KVSplit | None] = {}
+        self._splits: dict[tuple, KeyChunks | None] = {}
         self.token_to_kv_pool = target_runner.token_to_kv_pool
         self._swa_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self.req_to_token_pool = target_runner.req_to_token_pool
@@ -116,7 +116,7 @@ class NodeAttentionBackend(AttentionBackend):
             layer.k_scale_float if is_scaled else 1.0,
             layer.v_scale_float if is_scaled else 1.0,
             self._split(
-                forward_batch.seq_lens,
+                forward_batch,
                 window,
                 ancestors.shape[1],
                 heads,
@@ -127,10 +127,10 @@ class NodeAttentionBackend(AttentionBackend):
         )
         return output.view(-1, heads * layer.v_head_dim)
 
-    def _split(self, seq_lens: torch.Tensor, *shape: int | torch.dtype | None) -> KVSplit | None:
+    def _split(self, forward_batch: ForwardBatch, *shape: int | torch.dtype | None) -> KeyChunks | None:
         """How the keys of a forward are divided: made in its first layer of that window and shape, for all of them."""
         if shape not in self._splits:
-            self._splits[shape] = ops.split_trees(seq_lens, *shape)
+            self._splits[shape] = ops.split_trees(forward_batch.seq_lens, forward_batch.req_pool_indices, *shape)
         return self._splits[shape]
 
     def _slot_map(self, layer: RadixAttention) -> torch.Tensor | None:

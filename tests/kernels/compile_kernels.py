@@ -50,24 +50,31 @@ def main() -> None:
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
     queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
     triton_decode_attention(queries, keys, values, torch.tensor([100]))
-    # With all that a layer may have; DeepSeek's, whose values are part of the keys; in float32.
-    compile_trees(64, 8, 128, torch.bfloat16, torch.float8_e4m3fn, has_window=True)
-    compile_trees(16, 1, 576, torch.bfloat16, torch.bfloat16, has_window=False)
-    compile_trees(8, 4, 64, torch.float32, torch.float32, has_window=False)
+    # With all that a layer may have; DeepSeek's, whose values are part of the keys; in float32. Of many trees thread
+    # blocks merge parts themselves.
+    for bs in (2, 32):
+        compile_trees(bs, 64, 8, 128, torch.bfloat16, torch.float8_e4m3fn, has_window=True)
+        compile_trees(bs, 16, 1, 576, torch.bfloat16, torch.bfloat16, has_window=False)
+    compile_trees(2, 8, 4, 64, torch.float32, torch.float32, has_window=False)
 
 
-def compile_trees(heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_dtype: torch.dtype, has_window: bool):
-    """Attention of two trees of 16 nodes; with `has_window`, of a layer with a slot map, a cap and sinks too."""
-    query = torch.zeros(32, heads, size, dtype=dtype)
+def compile_trees(
+    bs: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_dtype: torch.dtype, has_window: bool
+) -> None:
+    """Attention of trees of 16 nodes; with `has_window`, of a layer with a slot map, a cap and sinks too."""
+    query = torch.zeros(16 * bs, heads, size, dtype=dtype)
     k_cache, v_cache = torch.zeros(2, 64, kv_heads, size).to(kv_dtype)
     if size == 576:
         v_cache = k_cache[..., :512]
-    slots, bs = torch.zeros(2, 64, dtype=torch.int32), torch.arange(2)
+    slots, lens = torch.zeros(bs, 64, dtype=torch.int32), torch.arange(bs)
     slot_map, sinks = (torch.arange(64), torch.zeros(heads)) if has_window else (None, None)
-    inputs = (query, k_cache, v_cache, slots, bs, slot_map, bs, torch.arange(32), torch.ones(2, 16, dtype=torch.int64))
+    nodes, ancestors = torch.arange(16 * bs), torch.ones(bs, 16, dtype=torch.int64)
     window = 512 if has_window else None
-    split = split_trees(bs, window, 16, heads, kv_heads, size, v_cache.shape[2], dtype)
-    attend_trees(*inputs, 0.1, window, 50.0 * has_window, sinks, 1.0, 1.0, split)
+    split = split_trees(lens, lens, window, 16, heads, kv_heads, size, v_cache.shape[2], dtype)
+    attend_trees(
+        *(query, k_cache, v_cache, slots, lens, slot_map, lens, nodes, ancestors),
+        *(0.1, window, 50.0 * has_window, sinks, 1.0, 1.0, split),
+    )
 
 
 if __name__ == "__main__":

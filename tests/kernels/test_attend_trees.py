@@ -7,13 +7,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_dflash.ops.kernels import attend_trees as kernel
 from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
 from sglang_dflash.ops.reference.attend_trees import attend_trees as reference
-from sglang_dflash.types import KVSplit
+from sglang_dflash.types import KeyChunks
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 # Weights are rounded to the dtype before they are multiplied with values, and outputs once more.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 CONTEXTS = (65, 0, 300, 1, 64, 63)
+# Keys of a chunk, but for rounding.
+MIN_CHUNK = 64
 # Query heads, KV heads, numbers of a key and of a value.
 GQA = (4, 2, 32, 32)
 
@@ -100,22 +102,38 @@ def arguments(
     return [*tensors, key_size**-0.5, window, logit_cap, sinks, k_scale, v_scale]
 
 
-def divide(inputs: list, num_chunks: int | None = None) -> KVSplit:
-    """The keys of all requests into as many chunks, at most; None: as many as keep a GPU busy."""
-    query, k_cache, v_cache, *_, seq_lens, _, ancestors = inputs[:9]
+def divide(inputs: list, num_chunks: int | None = None, *, merges: bool = False) -> KeyChunks:
+    """The keys of all requests into as many chunks, at most; None: as many as keep a GPU busy. With `merges`, thread
+    blocks of attention merge their parts."""
+    query, k_cache, v_cache, _, req_pool_indices, _, seq_lens, _, ancestors = inputs[:9]
     shape = (ancestors.shape[1], query.shape[1], *k_cache.shape[1:], v_cache.shape[2])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_MANY", 10**6 if merges else 0)
+        patch.setattr(kernel, "_MIN_CHUNK_OF_FEW", MIN_CHUNK)
+        patch.setattr(kernel, "_MIN_CHUNK_OF_MANY", MIN_CHUNK)
         if num_chunks is not None:
-            num_tiles = kernel._Layout.of(*shape, query.dtype).num_tiles
-            patch.setattr(kernel, "_max_entries", lambda *_: num_tiles * num_chunks)
-        return split_trees(seq_lens, inputs[10], *shape, query.dtype)
+            patch.setattr(kernel, "_max_chunks", lambda *_: num_chunks)
+        split = split_trees(seq_lens, req_pool_indices, inputs[10], *shape, query.dtype)
+    assert (split.arrivals is not None) == merges
+    return split
+
+
+def num_chunks_of(split: KeyChunks) -> list[int]:
+    """Of each request."""
+    requests = split.chunks[:, 0]
+    return requests[requests >= 0].bincount().tolist()
 
 
 def check(inputs: list, num_chunks: int | None) -> torch.Tensor:
-    got, want = attend_trees(*inputs, divide(inputs, num_chunks)), reference(*inputs, None)
-    assert got.dtype == want.dtype and got.is_contiguous()
+    want = reference(*inputs, None)
     tolerance = TOLERANCE[want.dtype]
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for merges in (False, True):
+        split = divide(inputs, num_chunks, merges=merges)
+        # Layers share it.
+        for _ in range(2 if merges else 1):
+            got = attend_trees(*inputs, split)
+            assert got.dtype == want.dtype and got.is_contiguous()
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return got
 
 
@@ -157,7 +175,6 @@ def test_window(num_chunks, has_slot_map, window, device):
 
 
 def test_more_nodes_than_rows_of_a_tile(device):
-    """Of a window the division counts fewer keys then."""
     check(arguments((300, 65), 40, GQA, device, window=200, trees=stars), 3)
 
 
@@ -182,45 +199,41 @@ def test_fp8(dtype, kv_dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("contexts", "window", "num_chunks"),
+    ("contexts", "window", "num_chunks", "merges"),
     [
-        # 33 thread blocks for each of 8 KV heads, chunks of at least 128 keys, multiples of 64.
-        ((500,), None, [5]),
-        ((32_000,), None, [32]),
-        ((32_000,), 1000, [8]),
-        ((500,) * 8, None, [3] * 8),
-        ((500,) * 32, None, [1] * 32),
-        ((500,) * 31 + (32_000,), None, [1] * 31 + [17]),
-        ((500,) * 31 + (32_000,), 1000, [1] * 31 + [2]),
-        ((500,) * 127 + (32_000,), None, [1] * 127 + [17]),
+        # Room for 33 thread blocks for each of 8 KV heads. Few requests: chunks of 96 keys and more.
+        ((500,), None, [5], False),
+        ((32_000,), None, [33], False),
+        ((32_000,), 1000, [11], False),
+        # Many: of 768 and more.
+        ((500,) * 8, None, [1] * 8, True),
+        ((4000,) * 8, None, [4] * 8, True),
+        ((500,) * 32, None, [1] * 32, True),
+        ((500,) * 31 + (32_000,), None, [1] * 31 + [17], True),
+        ((500,) * 31 + (32_000,), 1000, [1] * 32, True),
+        ((500,) * 127 + (32_000,), None, [1] * 127 + [17], True),
     ],
     ids=str,
 )
-def test_shares_keys_evenly(contexts, window, num_chunks, device, monkeypatch):
+def test_shares_keys_evenly(contexts, window, num_chunks, merges, device, monkeypatch):
     monkeypatch.setattr(kernel, "_num_processors", lambda device: 132)
+    lens, rows = torch.tensor(contexts, device=device), torch.arange(len(contexts), device=device)
 
-    split = split_trees(torch.tensor(contexts, device=device), window, 16, 32, 8, 128, 128, torch.bfloat16)
+    split = split_trees(lens, rows, window, 16, 32, 8, 128, 128, torch.bfloat16)
 
-    assert (split.o_indptr.diff() // 16).tolist() == num_chunks
-    assert int(split.kv_chunk_size) % 64 == 0
+    assert num_chunks_of(split) == num_chunks
+    assert (split.arrivals is not None) == merges
+    _, first, end, *_ = split.chunks[split.chunks[:, 0] >= 0].T
+    lens, tile = end - first, 32
+    # Those of a request are equal, but for its last.
+    assert all(len(part[:-1].unique()) <= 1 for part in lens.split(num_chunks))
+    assert not (torch.cat([part[:-1] for part in lens.split(num_chunks)]) % tile).any()
 
 
 def test_many_chunks(device, monkeypatch):
     """More than are merged at a time; the other request has one."""
     monkeypatch.setattr(kernel, "_MERGED_CHUNKS", 4)
     check(arguments((1200, 100), 3, GQA, device), 10)
-
-
-@pytest.mark.parametrize("num_nodes", [3, 40])
-def test_further_chunks_among_many_requests(num_nodes, device, monkeypatch):
-    """They look for their request among four at a time: in the first turn, at its end, in the last; of one tile of
-    rows, and of several."""
-    monkeypatch.setattr(kernel, "_LOOKED_AT", 4)
-    contexts = (300, 5, 0, 700, 1, 260, 20, 64, 63, 400)
-    inputs = arguments(contexts, num_nodes, (8, 1, 16, 16), device)
-    counts = divide(inputs, 18).o_indptr.diff() // num_nodes
-    assert (counts > 1).tolist() == [True, False, False, True, False, True, False, False, False, True]
-    check(inputs, 18)
 
 
 def test_rows_merged_together(device, monkeypatch):
@@ -264,17 +277,20 @@ def test_nodes_of_no_path(device):
         torch.testing.assert_close(got[node, 0], weights @ values[seen], rtol=0, atol=1e-5)
 
 
-def test_depends_on_no_other_request(device):
-    """To the last bit, with chunks of the same size."""
+@pytest.mark.parametrize("merges", [False, True])
+def test_depends_on_no_other_request(merges, device):
+    """To the last bit, with the same chunks."""
     inputs = arguments((65, 300, 10), 5, GQA, device, dtype=torch.float16)
     alone = list(inputs)
     alone[0], alone[7] = inputs[0][5:10], inputs[7][5:10]
     for i in (4, 6, 8):
         alone[i] = inputs[i][1:2]
 
-    splits = divide(inputs, 4), divide(alone, 2)
+    splits = divide(inputs, 4, merges=merges), divide(alone, 2, merges=merges)
 
-    assert splits[0].kv_chunk_size == splits[1].kv_chunk_size
+    # Their first keys and their last.
+    of_all, of_one = (split.chunks[split.chunks[:, 0] == i][:, 1:3] for i, split in ((1, splits[0]), (0, splits[1])))
+    assert torch.equal(of_all, of_one) and len(of_one) == 2
     assert torch.equal(attend_trees(*inputs, splits[0])[5:10], attend_trees(*alone, splits[1]))
 
 

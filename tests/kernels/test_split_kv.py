@@ -21,30 +21,28 @@ def empty(bs: int, block_size: int, num_slots: int, device: str) -> KVSplit:
     )
 
 
-@pytest.mark.parametrize("chunk_unit", [1, 64])
 @pytest.mark.parametrize("window", [None, 50, 1024])
 @pytest.mark.parametrize(("block_size", "rows_per_token", "rows_per_tile"), [(16, 4, 64), (16, 8, 64), (10, 3, 16)])
 @pytest.mark.parametrize(
     "seq_lens", [[1], [5000], [131_000], [1, 112, 113, 127, 128], [600] * 33, [1, 30_000, 7, 500]], ids=len
 )
-def test_matches_reference(seq_lens, block_size, rows_per_token, rows_per_tile, window, chunk_unit, device):
+def test_matches_reference(seq_lens, block_size, rows_per_token, rows_per_tile, window, device):
     num_tiles = -(-block_size * rows_per_token // rows_per_tile)
     max_entries = 33
     num_slots = max(max_entries, num_tiles * len(seq_lens)) + 5
     got, want = (empty(len(seq_lens), block_size, num_slots, device) for _ in range(2))
     lens = torch.tensor(seq_lens, device=device)
-    args = (lens, window, block_size, rows_per_token, rows_per_tile, max_entries, chunk_unit)
+    args = (lens, window, block_size, rows_per_token, rows_per_tile, max_entries)
     split_kv(*args, got)
     reference(*args, want)
     torch.testing.assert_close(vars(got), vars(want), rtol=0, atol=0)
-    assert int(got.kv_chunk_size) % chunk_unit == 0
 
 
 def test_covers_every_request(device):
     """Each request's chunks are counted from 0, for each tile of its rows, and reach its last key."""
     seq_lens, block_size = [1, 3000, 700], 16
     split = empty(3, block_size, 40, device)
-    split_kv(torch.tensor(seq_lens, device=device), None, block_size, 8, 64, 33, 1, split)
+    split_kv(torch.tensor(seq_lens, device=device), None, block_size, 8, 64, 33, split)
     num_entries, chunk = int(split.block_valid_mask.sum()), int(split.kv_chunk_size)
     columns = (split.request_indices, split.qo_tile_indices, split.kv_tile_indices)
     entries = [tuple(int(column[i]) for column in columns) for i in range(num_entries)]

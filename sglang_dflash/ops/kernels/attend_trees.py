@@ -4,10 +4,13 @@ share of the batch's KV asks for.
 A tile's rows are pairs of a node and a query head of one KV head, so that few nodes fill a tensor core's tile. Tiles of
 keys that are context only need no mask; those that reach the nodes are masked by the bits of ancestors.
 
-The keys of all requests are divided into chunks of one size by a launch of its own (`split_trees`), on the GPU, which
-alone knows how long requests are: a CUDA graph holds both launches, and the layers of a forward share the first. So a
-long request among short ones takes no longer than its part of all keys. A request of one chunk is done with it; the
-chunks of others leave parts that are merged. Rounding depends on the chunks, and with them on the whole batch.
+The keys of all requests are divided into chunks of about one size by a launch of its own (`divide_keys`), on the GPU,
+which alone knows how long requests are: a CUDA graph holds both launches, and the layers of a forward share the first.
+So a long request among short ones takes no longer than its part of all keys. A request of one chunk is done with it;
+the chunks of others leave parts that are merged. Rounding depends on the chunks, and with them on the whole batch.
+
+A part has as many bytes as dozens of keys. Where requests alone nearly keep the GPU busy, only long ones are divided,
+and who ends last of a request's chunks merges all. Otherwise there are many chunks, and a launch that merges them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.split_kv import split_kv
-from sglang_dflash.types import KVSplit
+from sglang_dflash.ops.kernels.divide_keys import divide_keys
+from sglang_dflash.types import KeyChunks
 
 # Bits of an int64.
 MAX_NODES = 64
@@ -30,8 +33,14 @@ MAX_NODES = 64
 _MIN_ROWS, _MIN_COLUMNS = 16, 16
 # Thread blocks that keep a multiprocessor busy.
 _BLOCKS_PER_PROCESSOR = 2
-# Requests among which a further chunk looks for its own at a time.
-_LOOKED_AT = 128
+# One for so many multiprocessors, and requests alone nearly keep them busy.
+_MANY = 3
+# Of `KeyChunks.chunks`.
+_CHUNK_COLUMNS = 6
+# Keys that a chunk has at least, but for rounding: where few requests, and where many are under way.
+_MIN_CHUNK_OF_FEW, _MIN_CHUNK_OF_MANY = 96, 768
+# Numbers of the parts that whoever ends last has in shared memory, on their way, while it merges others.
+_NUMBERS_UNDER_WAY = 16384
 # Numbers that a thread block merges at a time, at most so many columns and chunks of them.
 _MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
 # Thread blocks that merge, if these have no more rows each than that: most find nothing to do.
@@ -62,7 +71,7 @@ class Tile:
 # By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
 # So chosen that registers and a Hopper GPU's shared memory hold them.
 _TILES = {
-    256: Tile(rows=128, keys=64, warps=8, stages=5),
+    256: Tile(rows=128, keys=32, warps=8, stages=5),
     512: Tile(rows=64, keys=32, warps=8),
     1280: Tile(rows=64, keys=32, warps=8),
     2560: Tile(rows=16, keys=16, warps=8),
@@ -74,16 +83,16 @@ _FEW_NUMBERS = 12288
 
 
 @triton.jit
-def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row, IS_WHOLE: tl.constexpr):
-    """COLUMNS from FIRST on of rows of SIZE numbers that begin at `start`; zeros where there are none.
-
-    With IS_WHOLE there are as many rows as places for them.
-    """
+def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row):
+    """COLUMNS from FIRST on of rows of SIZE numbers that begin at `start`; zeros where there are none."""
     column = FIRST + tl.arange(0, COLUMNS)
-    pointer = start[:, None] + column[None, :]
-    if IS_WHOLE and FIRST + COLUMNS <= SIZE:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
+    return tl.load(start[:, None] + column[None, :], mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _finite(highest):
+    """What logits are relative to: for rows that have seen nothing yet, too."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
@@ -108,7 +117,6 @@ def _attend(
     window,
     logit_scale,
     logit_cap,
-    IS_CONTEXT: tl.constexpr,
     HAS_SLOT_MAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -120,7 +128,7 @@ def _attend(
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Go through the keys from `begin` to `end`; with IS_CONTEXT they are whole tiles, and no nodes' keys.
+    """Go through the keys from `begin` to `end`.
 
     Logits are to the base 2. The state of a row: its `highest` logit, the `weight` of all keys relative to it, and the
     `total` of values weighted so.
@@ -132,10 +140,10 @@ def _attend(
         slot = tl.load(slots + key_index, mask=is_key, other=0).to(tl.int64)
         if HAS_SLOT_MAP:
             slot = tl.load(slot_map + slot, mask=is_key, other=0).to(tl.int64)
-        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key, IS_CONTEXT).to(query.dtype)
+        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key).to(query.dtype)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee")
         if REST:
-            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key, IS_CONTEXT).to(query.dtype)
+            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key).to(query.dtype)
             logit = tl.dot(query_rest, tl.trans(key_rest), logit, input_precision="ieee")
 
         logit *= logit_scale
@@ -143,68 +151,32 @@ def _attend(
             # By c * tanh(x / c); the fraction is 0 where the power is infinite.
             logit = logit_cap * (1 - 2 / (1 + tl.exp2(logit * (2 * LOG2_E / logit_cap))))
         logit *= LOG2_E
-        if IS_CONTEXT:
-            if HAS_WINDOW:
-                is_seen = row_position[:, None] - key_index[None, :] <= window
-                logit = tl.where(is_seen, logit, float("-inf"))
-        else:
+        position = key_index
+        # Only a request's last chunk has a tile that is not full, and its last keys are the nodes'.
+        if start + KEYS > context:
             node = key_index - context
             bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
             is_seen = (node < 0)[None, :] | ((row_bits[:, None] >> bit[None, :] & 1) == 1)
+            logit = tl.where(is_seen & is_key[None, :], logit, float("-inf"))
             if HAS_WINDOW:
                 is_node = is_key & (node >= 0)
-                position = tl.load(node_positions + node, mask=is_node, other=0).to(tl.int32)
-                position = tl.where(is_node, position, key_index)
-                is_seen &= row_position[:, None] - position[None, :] <= window
-            logit = tl.where(is_seen & is_key[None, :], logit, float("-inf"))
+                of_node = tl.load(node_positions + node, mask=is_node, other=0).to(tl.int32)
+                position = tl.where(is_node, of_node, key_index)
+        if HAS_WINDOW:
+            logit = tl.where(row_position[:, None] - position[None, :] <= window, logit, float("-inf"))
 
         higher = tl.maximum(highest, tl.max(logit, axis=1))
-        base = higher
-        if HAS_WINDOW or not IS_CONTEXT:
-            # A row that has seen nothing yet.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = _finite(higher)
         share = tl.exp2(logit - base[:, None])
         shrink = tl.exp2(highest - base)
         weight = weight * shrink + tl.sum(share, axis=1)
-        if IS_V_IN_K:
-            value = key
-        else:
-            value = _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key, IS_CONTEXT).to(query.dtype)
-        total = tl.dot(share.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
+        value = key if IS_V_IN_K else _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key)
+        total = tl.dot(share.to(query.dtype), value.to(query.dtype), total * shrink[:, None], input_precision="ieee")
         highest = higher
     return highest, weight, total
 
 
-@triton.jit
-def _chunks_of(o_indptr, request, num_nodes):
-    """How many chunks a request has, and where those parts begin that others leave before it.
-
-    Only requests of several chunks leave parts. n chunks are at most 2 * (n - 1) then, so that parts of a request begin
-    at twice what the requests before it have beyond one chunk each.
-    """
-    before = tl.load(o_indptr + request) // num_nodes
-    num_chunks = tl.load(o_indptr + request + 1) // num_nodes - before
-    return num_chunks, 2 * (before - request)
-
-
-@triton.jit
-def _further_chunk(o_indptr, index, bs, num_nodes, LOOKED_AT: tl.constexpr):
-    """Of all chunks that are not the first of their request the one at `index`: its request, and which of it it is;
-    the request is `bs` where there are not so many."""
-    request, chunk = index * 0, index + 1
-    for start in range(0, bs, LOOKED_AT):
-        other = start + tl.arange(0, LOOKED_AT)
-        is_other = other < bs
-        before = tl.load(o_indptr + other, mask=is_other, other=0) // num_nodes
-        after = tl.load(o_indptr + other + 1, mask=is_other, other=0) // num_nodes
-        # All further chunks of these requests, and of those before them, come before `index`.
-        is_before = is_other & (after - other - 1 <= index)
-        request += tl.sum(is_before.to(tl.int32))
-        chunk -= tl.sum(tl.where(is_before, after - before - 1, 0))
-    return request, chunk
-
-
-@triton.jit(do_not_specialize=["bs", "num_tiles", "num_nodes"])
+@triton.jit(do_not_specialize=["num_tiles", "num_nodes"])
 def _attend_trees_kernel(
     query,
     query_row_stride,
@@ -217,18 +189,16 @@ def _attend_trees_kernel(
     v_head_stride,
     req_to_token,
     req_to_token_stride,
-    req_pool_indices,
     slot_map,
-    seq_lens,
     positions,
     ancestors,
     sinks,
     output,
     parts,
     sums,
-    o_indptr,
-    chunk_size,
-    bs,
+    chunks,
+    part_indptr,
+    arrivals,
     num_tiles,
     num_nodes,
     window,
@@ -249,18 +219,23 @@ def _attend_trees_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_V_IN_K: tl.constexpr,
-    LOOKED_AT: tl.constexpr,
+    CHUNK_COLUMNS: tl.constexpr,
+    MERGES: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
     kv_head = tl.program_id(0) % G
-    # The first chunks of all requests, and behind them the others of requests that have more.
-    tile, entry = tl.program_id(0) // G % num_tiles, tl.program_id(0) // G // num_tiles
-    request, chunk = entry, entry * 0
-    if entry >= bs:
-        request, chunk = _further_chunk(o_indptr, entry - bs, bs, num_nodes, LOOKED_AT)
-    if request == bs:
+    tile, index = tl.program_id(0) // G % num_tiles, tl.program_id(0) // G // num_tiles
+    chunk = chunks + index * CHUNK_COLUMNS
+    request, begin, end = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    part, context, pool_row = tl.load(chunk + 3), tl.load(chunk + 4), tl.load(chunk + 5).to(tl.int64)
+    if request < 0:
         return
-    keys_per_chunk = tl.load(chunk_size)
+    if PDL:
+        # Launched while the kernel before this one still runs. The chunks were there before that one began; see
+        # `split_trees`.
+        gdc_wait()
     request = request.to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     node = row // (H // G)
@@ -269,14 +244,6 @@ def _attend_trees_kernel(
     # Of queries and outputs.
     token = request * num_nodes + node
 
-    num_chunks, first_part = _chunks_of(o_indptr, request, num_nodes)
-    context = tl.load(seq_lens + request).to(tl.int32)
-    first = tl.maximum(context - window, 0) if HAS_WINDOW else 0
-    begin = first + chunk * keys_per_chunk
-    # Of a window, FlashInfer's split leaves out keys where a tile has fewer rows than there are nodes.
-    end = tl.where(chunk == num_chunks - 1, context + num_nodes, begin + keys_per_chunk)
-
-    pool_row = tl.load(req_pool_indices + request).to(tl.int64)
     slots = req_to_token + pool_row * req_to_token_stride
     node_positions = positions + request * num_nodes
     row_position = tl.load(node_positions + node, mask=is_row, other=0).to(tl.int32)
@@ -284,64 +251,87 @@ def _attend_trees_kernel(
     k_cache += kv_head.to(tl.int64) * k_head_stride
     v_cache += kv_head.to(tl.int64) * v_head_stride
     query_start = query + token * query_row_stride + head.to(tl.int64) * query_head_stride
-    main = _load_rows(query_start, 0, MAIN, K, is_row, False)
+    main = _load_rows(query_start, 0, MAIN, K, is_row)
     rest = main
     if REST:
-        rest = _load_rows(query_start, MAIN, REST, K, is_row, False)
+        rest = _load_rows(query_start, MAIN, REST, K, is_row)
 
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
         # Like a key of the first chunk whose value is zero; elsewhere its weight is one of nothing.
-        sink = tl.load(sinks + head, mask=is_row & (chunk == 0), other=float("-inf")).to(tl.float32)
+        first = tl.maximum(context - window, 0) if HAS_WINDOW else 0
+        sink = tl.load(sinks + head, mask=is_row & (begin == first), other=float("-inf")).to(tl.float32)
         highest, weight = sink * LOG2_E, weight + 1
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    masked = begin
-    masked += tl.maximum(tl.minimum(end, context) - begin, 0) // KEYS * KEYS
-    for IS_CONTEXT in tl.static_range(1, -1, -1):
-        highest, weight, total = _attend(
-            main,
-            rest,
-            highest,
-            weight,
-            total,
-            k_cache,
-            v_cache,
-            k_stride,
-            v_stride,
-            slots,
-            slot_map,
-            node_positions,
-            begin if IS_CONTEXT else masked,
-            masked if IS_CONTEXT else end,
-            context,
-            row_position,
-            row_bits,
-            window,
-            logit_scale,
-            logit_cap,
-            IS_CONTEXT,
-            HAS_SLOT_MAP,
-            HAS_WINDOW,
-            HAS_CAP,
-            IS_V_IN_K,
-            K,
-            V,
-            MAIN,
-            REST,
-            COLUMNS,
-            KEYS,
-        )
+    highest, weight, total = _attend(
+        main,
+        rest,
+        highest,
+        weight,
+        total,
+        k_cache,
+        v_cache,
+        k_stride,
+        v_stride,
+        slots,
+        slot_map,
+        node_positions,
+        begin,
+        end,
+        context,
+        row_position,
+        row_bits,
+        window,
+        logit_scale,
+        logit_cap,
+        HAS_SLOT_MAP,
+        HAS_WINDOW,
+        HAS_CAP,
+        IS_V_IN_K,
+        K,
+        V,
+        MAIN,
+        REST,
+        COLUMNS,
+        KEYS,
+    )
     total *= (v_scale / weight)[:, None]
     column = tl.arange(0, COLUMNS)
     is_output = is_row[:, None] & (column < V)[None, :]
-    if num_chunks == 1:
-        out_row = token * H + head
-        tl.store(output + out_row[:, None] * V + column[None, :], total.to(output.dtype.element_ty), mask=is_output)
+    output += (token * H + head)[:, None] * V + column[None, :]
+    if part < 0:
+        tl.store(output, total.to(output.dtype.element_ty), mask=is_output)
     else:
-        out_row = ((first_part + chunk).to(tl.int64) * num_nodes + node) * H + head
-        tl.store(sums + out_row, highest + tl.log2(weight), mask=is_row)
-        tl.store(parts + out_row[:, None] * V + column[None, :], total, mask=is_output)
+        part_row = (part.to(tl.int64) * num_nodes + node) * H + head
+        tl.store(sums + part_row, highest + tl.log2(weight), mask=is_row)
+        tl.store(parts + part_row[:, None] * V + column[None, :], total, mask=is_output)
+        if MERGES:
+            first_part, end_part = tl.load(part_indptr + request), tl.load(part_indptr + request + 1)
+            # All of this block's part is written before it arrives, and others' are read after the last has.
+            tl.debug_barrier()
+            arrival = arrivals + (request * num_tiles + tile) * G + kv_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == end_part - first_part - 1:
+                # For the next layer.
+                tl.store(arrival, 0)
+                highest = tl.full((ROWS,), float("-inf"), tl.float32)
+                weight = tl.zeros((ROWS,), tl.float32)
+                total = tl.zeros((ROWS, COLUMNS), tl.float32)
+                for other in tl.range(first_part, end_part, num_stages=MERGE_STAGES):
+                    part_row = (other * num_nodes + node.to(tl.int64)) * H + head
+                    log_sum = tl.load(sums + part_row, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+                    start = parts + part_row[:, None] * V + column[None, :]
+                    number = tl.load(start, mask=is_output, other=0.0, cache_modifier=".cg")
+                    # A chunk of which a row saw nothing has left no numbers in its part.
+                    number = tl.where((log_sum > float("-inf"))[:, None], number, 0.0)
+                    higher = tl.maximum(highest, log_sum)
+                    base = _finite(higher)
+                    share, shrink = tl.exp2(log_sum - base), tl.exp2(highest - base)
+                    total = total * shrink[:, None] + number * share[:, None]
+                    weight = weight * shrink + share
+                    highest = higher
+                total /= weight[:, None]
+                tl.store(output, total.to(output.dtype.element_ty), mask=is_output)
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
@@ -349,7 +339,7 @@ def _merge_parts_kernel(
     parts,
     sums,
     output,
-    o_indptr,
+    part_indptr,
     num_nodes,
     H: tl.constexpr,
     V: tl.constexpr,
@@ -363,8 +353,9 @@ def _merge_parts_kernel(
         # waits for it alone.
         gdc_wait()
     request = tl.program_id(0)
-    num_chunks, first_part = _chunks_of(o_indptr, request, num_nodes)
-    if num_chunks == 1:
+    first_part = tl.load(part_indptr + request)
+    num_chunks = tl.load(part_indptr + request + 1) - first_part
+    if num_chunks == 0:
         return
     num_rows = num_nodes * H
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -379,8 +370,7 @@ def _merge_parts_kernel(
         is_part = is_row[:, None] & (chunk < num_chunks)[None, :]
         log_sum = tl.load(sums + part_row, mask=is_part, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(log_sum, axis=1))
-        # A row that has seen nothing yet.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        base = _finite(higher)
         share = tl.exp2(log_sum - base[:, None])
         shrink = tl.exp2(highest - base)
         # A chunk of which a row saw nothing has left no numbers in its part.
@@ -433,18 +423,19 @@ class _Layout:
         return cls(main, rest, columns, tile, triton.cdiv(num_rows, tile.rows))
 
 
-def _max_entries(num_tiles: int, kv_heads: int, device: torch.device) -> int:
-    """Of a batch that has so many tiles of rows.
+def _max_chunks(bs: int, num_tiles: int, kv_heads: int, device: torch.device) -> int:
+    """Of a batch whose requests have so many tiles of rows each.
 
     As many as keep the GPU busy. Batches that do that with a chunk per request get half as many more: a request much
     longer than others has chunks then, and requests of one length, whose chunks would gain nothing, still one each.
     """
     busy = max(1, _BLOCKS_PER_PROCESSOR * _num_processors(device) // kv_heads)
-    return max(busy, num_tiles + busy // 2)
+    return max(busy, bs * num_tiles + busy // 2) // num_tiles
 
 
 def split_trees(
     seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
     window: int | None,
     num_nodes: int,
     heads: int,
@@ -452,18 +443,20 @@ def split_trees(
     key_size: int,
     value_size: int,
     dtype: torch.dtype,
-) -> KVSplit:
+) -> KeyChunks:
     """See :func:`sglang_dflash.ops.reference.attend_trees.split_trees`."""
     bs, device = seq_lens.shape[0], seq_lens.device
     layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, dtype)
-    num_entries = _max_entries(bs * layout.num_tiles, kv_heads, device)
-    sizes = (num_entries, num_entries, num_entries, bs + 1, bs * num_nodes + 1, 1)
-    requests, tiles, chunks, *others = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    is_entry = torch.empty(num_entries, dtype=torch.bool, device=device)
-    split = KVSplit(requests, tiles, chunks, is_entry, *others)
-    rows_per_token, tile = heads // kv_heads, layout.tile
-    split_kv(seq_lens, window, num_nodes, rows_per_token, tile.rows, num_entries, tile.keys, split)
-    return split
+    num_blocks = bs * layout.num_tiles * kv_heads
+    are_many = _MANY * num_blocks >= _num_processors(device)
+    min_chunk = _MIN_CHUNK_OF_MANY if are_many else _MIN_CHUNK_OF_FEW
+    max_chunks = _max_chunks(bs, layout.num_tiles, kv_heads, device)
+    chunks = seq_lens.new_empty(max_chunks, _CHUNK_COLUMNS, dtype=torch.int32)
+    part_indptr = seq_lens.new_empty(bs + 1, dtype=torch.int32)
+    divide_keys(seq_lens, req_pool_indices, window, num_nodes, layout.tile.keys, min_chunk, chunks, part_indptr)
+    # Launched behind `divide_keys`, so that it is never that which runs while `attend_trees` begins.
+    arrivals = seq_lens.new_zeros(num_blocks, dtype=torch.int32)
+    return KeyChunks(chunks, part_indptr, arrivals if are_many else None)
 
 
 def attend_trees(
@@ -482,7 +475,7 @@ def attend_trees(
     sinks: torch.Tensor | None,
     k_scale: float,
     v_scale: float,
-    split: KVSplit,
+    split: KeyChunks,
 ) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.attend_trees.attend_trees`."""
     (bs, num_nodes), heads, (_, kv_heads, key_size) = ancestors.shape, query.shape[1], k_cache.shape
@@ -493,13 +486,14 @@ def attend_trees(
     if bs == 0:
         return output
     layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, query.dtype)
-    tile, num_entries = layout.tile, split.block_valid_mask.shape[0]
-    # See `_chunks_of`.
-    num_parts = 2 * max(0, num_entries // layout.num_tiles - bs)
+    tile, num_chunks = layout.tile, split.chunks.shape[0]
+    # Requests of one chunk leave none, and n chunks are at most 2 * (n - 1) otherwise.
+    num_parts = 2 * max(0, num_chunks - bs)
     parts = query.new_empty(num_parts, num_nodes, heads, value_size, dtype=torch.float32)
     sums = query.new_empty(num_parts, num_nodes, heads, dtype=torch.float32)
+    pdl_is_available = pdl.is_available(query.device)
     is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
-    _attend_trees_kernel[(num_entries * kv_heads,)](
+    _attend_trees_kernel[(num_chunks * layout.num_tiles * kv_heads,)](
         query,
         query.stride(0),
         query.stride(1),
@@ -511,18 +505,16 @@ def attend_trees(
         v_cache.stride(1),
         req_to_token,
         req_to_token.stride(0),
-        req_pool_indices,
         slot_map,
-        seq_lens,
         positions,
         ancestors,
         sinks,
         output,
         parts,
         sums,
-        split.o_indptr,
-        split.kv_chunk_size,
-        bs,
+        split.chunks,
+        split.part_indptr,
+        split.arrivals,
         layout.num_tiles,
         num_nodes,
         0 if window is None else window,
@@ -543,19 +535,22 @@ def attend_trees(
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
         IS_V_IN_K=is_v_in_k and value_size == layout.main,
-        LOOKED_AT=_LOOKED_AT,
+        CHUNK_COLUMNS=_CHUNK_COLUMNS,
+        MERGES=split.arrivals is not None,
+        MERGE_STAGES=1 + _NUMBERS_UNDER_WAY // (tile.rows * layout.columns),
+        PDL=pdl_is_available,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=pdl_is_available,
     )
-    if num_parts > 0:
+    if num_parts > 0 and split.arrivals is None:
         num_rows, columns = num_nodes * heads, min(layout.columns, _MERGED_COLUMNS)
         rows = min(_MAX_MERGED_ROWS, triton.next_power_of_2(triton.cdiv(bs * num_rows, _MERGE_BLOCKS)))
-        pdl_is_available = pdl.is_available(query.device)
         _merge_parts_kernel[(bs, triton.cdiv(num_rows, rows), triton.cdiv(value_size, columns))](
             parts,
             sums,
             output,
-            split.o_indptr,
+            split.part_indptr,
             num_nodes,
             H=heads,
             V=value_size,

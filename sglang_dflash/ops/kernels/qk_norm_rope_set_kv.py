@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.norm_rope import norm_rope
@@ -46,6 +46,8 @@ def _qk_norm_rope_set_kv_kernel(
     if PDL:
         # Launched while the projection still runs, whose output is not there before this.
         gdc_wait()
+        # Attention launched behind this may begin, and wait for it likewise.
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, PADDED_HALF)[None, :]

@@ -21,7 +21,6 @@ def _split_kv_kernel(
     rows_per_tile,
     num_tiles,
     max_entries,
-    chunk_unit,
     num_slots,
     request_indices,
     qo_tile_indices,
@@ -45,16 +44,15 @@ def _split_kv_kernel(
     else:
         kv_lens += block_size
     kv_lens = tl.where(is_request, kv_lens, 0)
-    low = tl.full((), MIN_CHUNK, tl.int32) // chunk_unit
-    high = tl.cdiv(tl.max(kv_lens), chunk_unit)
+    low = tl.full((), MIN_CHUNK, tl.int32)
+    high = tl.max(kv_lens)
     while low < high:
         middle = (low + high) // 2
-        if num_tiles * tl.sum(tl.cdiv(kv_lens, middle * chunk_unit)) > max_entries:
+        if num_tiles * tl.sum(tl.cdiv(kv_lens, middle)) > max_entries:
             low = middle + 1
         else:
             high = middle
-    chunk_size = low * chunk_unit
-    num_chunks = tl.cdiv(kv_lens, chunk_size)
+    num_chunks = tl.cdiv(kv_lens, low)
     before = tl.sum(tl.where(others < request, num_chunks, 0))
     own = tl.sum(tl.where(others == request, num_chunks, 0))
     total = tl.sum(num_chunks)
@@ -75,7 +73,7 @@ def _split_kv_kernel(
     if request == 0:
         tl.store(o_indptr, 0)
         tl.store(merge_indptr, 0)
-        tl.store(kv_chunk_size, chunk_size)
+        tl.store(kv_chunk_size, low)
         for start in range(num_tiles * total, num_slots, TILE):
             tl.store(block_valid_mask + start + lane, 0, mask=start + lane < num_slots)
 
@@ -87,7 +85,6 @@ def split_kv(
     rows_per_token: int,
     rows_per_tile: int,
     max_entries: int,
-    chunk_unit: int,
     split: KVSplit,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.split_kv.split_kv`."""
@@ -100,7 +97,6 @@ def split_kv(
         rows_per_tile,
         triton.cdiv(block_size * rows_per_token, rows_per_tile),
         max_entries,
-        chunk_unit,
         split.block_valid_mask.shape[0],
         split.request_indices,
         split.qo_tile_indices,

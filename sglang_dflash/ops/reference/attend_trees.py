@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.types import KVSplit
+from sglang_dflash.types import KeyChunks
 
 
 def split_trees(
     seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
     window: int | None,
     num_nodes: int,
     heads: int,
@@ -19,11 +20,11 @@ def split_trees(
     key_size: int,
     value_size: int,
     dtype: torch.dtype,
-) -> KVSplit | None:
+) -> KeyChunks | None:
     """Divide the keys of a batch among thread blocks, for all layers of one shape.
 
     Args:
-        seq_lens: [bs] int64.
+        seq_lens, req_pool_indices: [bs] int64.
         window: as in `attend_trees`.
         num_nodes: N.
         heads, kv_heads, key_size, value_size: H, G, K and V.
@@ -51,7 +52,7 @@ def attend_trees(
     sinks: torch.Tensor | None,
     k_scale: float,
     v_scale: float,
-    split: KVSplit | None,
+    split: KeyChunks | None,
 ) -> torch.Tensor:
     """Every node sees the request's committed tokens, its ancestors and itself, whose KV is in the cache.
 
@@ -70,7 +71,7 @@ def attend_trees(
         logit_cap: c of c * tanh(x / c), applied to scaled products x; 0: none.
         sinks: [H], a logit of each head that nothing is behind; None: there are none.
         k_scale, v_scale: what keys and values of the cache are multiplied by.
-        split: by `split_trees`, for these lengths and shapes.
+        split: by `split_trees`, for these requests and shapes; written, but as it was behind the call.
 
     Returns:
         [bs * N, H, V], the dtype of `query`.

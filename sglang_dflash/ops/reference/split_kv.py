@@ -17,7 +17,6 @@ def split_kv(
     rows_per_token: int,
     rows_per_tile: int,
     max_entries: int,
-    chunk_unit: int,
     split: KVSplit,
 ) -> None:
     """Split the KV of blocks into the smallest chunks, all of one size, that make no more entries than allowed.
@@ -32,7 +31,6 @@ def split_kv(
         rows_per_token: query heads for each KV head.
         rows_per_tile: of query rows, which a thread block takes together.
         max_entries: unless there are more with a single chunk per request.
-        chunk_unit: what chunks are multiples of, 1 in FlashInfer; a divisor of `MIN_CHUNK`.
         split: written.
     """
     kv_lens = seq_lens.cpu() if window is None else seq_lens.cpu().clamp(max=window)
@@ -40,15 +38,14 @@ def split_kv(
     if window is not None:
         kv_lens = kv_lens.clamp(max=window + rows_per_tile)
     num_tiles = -(-block_size * rows_per_token // rows_per_tile)
-    low, high = MIN_CHUNK // chunk_unit, -(-int(kv_lens.max()) // chunk_unit)
+    low, high = MIN_CHUNK, int(kv_lens.max())
     while low < high:
         middle = (low + high) // 2
-        if num_tiles * int((-(-kv_lens // (middle * chunk_unit))).sum()) > max_entries:
+        if num_tiles * int((-(-kv_lens // middle)).sum()) > max_entries:
             low = middle + 1
         else:
             high = middle
-    chunk_size = low * chunk_unit
-    num_chunks = -(-kv_lens // chunk_size)
+    num_chunks = -(-kv_lens // low)
 
     entries = torch.tensor(
         [
@@ -67,4 +64,4 @@ def split_kv(
     split.o_indptr[0] = split.merge_indptr[0] = 0
     split.o_indptr[1:] = (block_size * num_chunks).cumsum(0)
     split.merge_indptr[1:] = num_chunks.repeat_interleave(block_size).cumsum(0)
-    split.kv_chunk_size.fill_(chunk_size)
+    split.kv_chunk_size.fill_(low)

@@ -27,7 +27,7 @@ def register():
     small_m_linear.is_faster = lambda weight, num_columns: True
     turns = defaultdict(itertools.count)
 
-    def choose(self, bs, more=0.0):
+    def choose(self, bs, more=0.0, least=0.0):
         possible = [width for width in self._widths if self._cost(bs, width) < math.inf]
         self._pending.append(possible[next(turns[bs]) % len(possible)])
         return self._pending[-1]
