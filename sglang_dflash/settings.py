@@ -16,7 +16,8 @@ class Settings:
         busy: where a cycle of all rows takes so many times as long as one of few, there are graphs for the numbers
             between; elsewhere a GPU waits for weights, however many rows there are.
         timed_replays: of each graph when the server starts; the fastest counts.
-        explore_every: cycles between two with whole blocks, to see what the tokens behind the chosen width have become.
+        explore_every: cycles with more rows than are best, to see what those have become, take one of so many parts of
+            the time.
         waits: so many times in a row the GPU has to have waited for the host before that counts as what a cycle costs.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.

@@ -13,7 +13,7 @@ smaller ones are the beginnings.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -97,25 +97,49 @@ class TreeGains:
 
 
 class MeasuredCost:
-    """What cycles have taken that are run without a graph, by batch size and rows: on a CPU, which is busy with nothing
-    else meanwhile."""
+    """What cycles have taken that are run without a graph: on a CPU, which is busy with nothing else meanwhile.
 
-    def __init__(self) -> None:
+    Batches of 5 to 8 requests, of 9 to 16 and so on are one size, of which a request's share is kept: clients come and
+    go, and each of their numbers would be found out anew.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths = tuple(widths)
         self._has_begun: set[tuple[int, int]] = set()
-        self._seconds: dict[tuple[int, int], float] = {}
+        # A request's share, by size and then by width.
+        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
     def __call__(self, bs: int, width: int) -> float:
-        """Seconds; none where it is to be found out."""
-        return self._seconds.get((bs, width), 0.0)
+        """Seconds; 0 where nothing is known. Of those that have not been tried, the narrowest takes at least what
+        narrower ones say, and others have to wait."""
+        known = self._seconds[self._size(bs)]
+        if width in known:
+            return bs * known[width]
+        narrower = [other for other in self._widths if other < width]
+        if not narrower:
+            return 0.0
+        if any(other not in known for other in narrower):
+            return math.inf
+        seconds = known[narrower[-1]]
+        if len(narrower) > 1:
+            slope = (seconds - known[narrower[-2]]) / (narrower[-1] - narrower[-2])
+            # Half, as the rows behind the first have brought the drafter's forward along.
+            seconds += max(0.0, slope) / (2 if len(narrower) == 2 else 1) * (width - narrower[-1])
+        return bs * seconds
 
     def add(self, bs: int, width: int, seconds: float) -> None:
         """Of one cycle; they are averaged, the last ones most. The first of a kind does not count: it may have to make
         what the others need."""
-        kind = bs, width
+        kind, share = (self._size(bs), width), seconds / bs
         if kind in self._has_begun:
-            known = self._seconds.get(kind, seconds)
-            self._seconds[kind] = known + SETTINGS.newest * (seconds - known)
+            of_size = self._seconds[kind[0]]
+            known = of_size.get(width, share)
+            of_size[width] = known + SETTINGS.newest * (share - known)
         self._has_begun.add(kind)
+
+    @staticmethod
+    def _size(bs: int) -> int:
+        return (bs - 1).bit_length()
 
 
 class HostPace:
@@ -167,12 +191,14 @@ class VerifyWidth:
         """
         Args:
             widths: to choose from, ascending; the last is all rows.
-            cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out.
+            cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out,
+                the narrowest first.
                 Equal on every rank.
             gains: of all rows.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains
-        self._cycle = 0
+        # What cycles have cost since one last had more rows than were best.
+        self._since = 0.0
         # Of the cycles whose results have not been seen, in order.
         self._pending: deque[int] = deque()
 
@@ -184,14 +210,18 @@ class VerifyWidth:
             least: what it costs at least, whatever the width.
         """
         best = self._widths[-1]
-        if len(self._widths) > 1 and self._cycle % SETTINGS.explore_every:
+        if len(self._widths) > 1:
             tokens = self._gains.expected_tokens()
-            costs = {width: self._cost(bs, width) for width in self._widths}
-            best = max(
-                self._widths,
-                key=lambda width: tokens[width - 1] / max(costs[width] + more, least) if costs[width] else math.inf,
-            )
-        self._cycle += 1
+            known = {width: self._cost(bs, width) for width in self._widths}
+            costs = {width: max(cost + more, least) if cost else 0.0 for width, cost in known.items()}
+            best = max(self._widths, key=lambda w: tokens[w - 1] / costs[w] if costs[w] else math.inf)
+            if costs[best]:
+                # What more rows would give becomes known by trying them.
+                wider = next((w for w in self._widths if w > best and costs[w] < math.inf), best)
+                if self._since >= SETTINGS.explore_every * costs[wider]:
+                    best, self._since = wider, 0.0
+                else:
+                    self._since += costs[best]
         self._pending.append(best)
         return best
 

@@ -433,7 +433,7 @@ class DFlashWorker(BaseSpecWorker):
         self._tree_counts: deque[torch.Tensor | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None
         self._pace: HostPace | None = None
-        cost = MeasuredCost()
+        cost = MeasuredCost(widths)
         self._measured = cost if is_adaptive and whole is None else None
         if whole is None:
             self._width = VerifyWidth(widths, cost, gains)
