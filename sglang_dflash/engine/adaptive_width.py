@@ -192,8 +192,7 @@ class VerifyWidth:
         Args:
             widths: to choose from, ascending; the last is all rows.
             cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out,
-                the narrowest first.
-                Equal on every rank.
+                the narrowest first. Equal on every rank.
             gains: of all rows.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains

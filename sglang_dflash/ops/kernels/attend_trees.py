@@ -176,6 +176,41 @@ def _attend(
     return highest, weight, total
 
 
+@triton.jit
+def _merge_all(
+    parts,
+    sums,
+    first_part,
+    end_part,
+    num_rows,
+    first_row,
+    is_row,
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The outputs of rows that are at `first_row` in a part of `num_rows` of them, by one thread block."""
+    column = tl.arange(0, COLUMNS)
+    is_number = is_row[:, None] & (column < V)[None, :]
+    highest = tl.full(first_row.shape, float("-inf"), tl.float32)
+    weight = tl.zeros(first_row.shape, tl.float32)
+    total = tl.zeros(is_number.shape, tl.float32)
+    for part in tl.range(first_part, end_part, num_stages=STAGES):
+        row = part * num_rows + first_row
+        log_sum = tl.load(sums + row, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+        start = parts + row[:, None] * V + column[None, :]
+        number = tl.load(start, mask=is_number, other=0.0, cache_modifier=".cg")
+        # A chunk of which a row saw nothing has left no numbers in its part.
+        number = tl.where((log_sum > float("-inf"))[:, None], number, 0.0)
+        higher = tl.maximum(highest, log_sum)
+        base = _finite(higher)
+        share, shrink = tl.exp2(log_sum - base), tl.exp2(highest - base)
+        total = total * shrink[:, None] + number * share[:, None]
+        weight = weight * shrink + share
+        highest = higher
+    return total / weight[:, None]
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_nodes"])
 def _attend_trees_kernel(
     query,
@@ -314,23 +349,9 @@ def _attend_trees_kernel(
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == end_part - first_part - 1:
                 # For the next layer.
                 tl.store(arrival, 0)
-                highest = tl.full((ROWS,), float("-inf"), tl.float32)
-                weight = tl.zeros((ROWS,), tl.float32)
-                total = tl.zeros((ROWS, COLUMNS), tl.float32)
-                for other in tl.range(first_part, end_part, num_stages=MERGE_STAGES):
-                    part_row = (other * num_nodes + node.to(tl.int64)) * H + head
-                    log_sum = tl.load(sums + part_row, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-                    start = parts + part_row[:, None] * V + column[None, :]
-                    number = tl.load(start, mask=is_output, other=0.0, cache_modifier=".cg")
-                    # A chunk of which a row saw nothing has left no numbers in its part.
-                    number = tl.where((log_sum > float("-inf"))[:, None], number, 0.0)
-                    higher = tl.maximum(highest, log_sum)
-                    base = _finite(higher)
-                    share, shrink = tl.exp2(log_sum - base), tl.exp2(highest - base)
-                    total = total * shrink[:, None] + number * share[:, None]
-                    weight = weight * shrink + share
-                    highest = higher
-                total /= weight[:, None]
+                num_rows = num_nodes.to(tl.int64) * H
+                row = node * H + head
+                total = _merge_all(parts, sums, first_part, end_part, num_rows, row, is_row, V, COLUMNS, MERGE_STAGES)
                 tl.store(output, total.to(output.dtype.element_ty), mask=is_output)
 
 
