@@ -232,15 +232,22 @@ def qk_norm_rope_set_kv(bs: int, args: argparse.Namespace) -> Case:
         integers(args.context, num_tokens),
         torch.randperm(2 * num_tokens, device=DEVICE)[:num_tokens],
         *torch.zeros(2, 2 * num_tokens, KV_HEADS, HEAD_DIM, dtype=qkv.dtype, device=DEVICE),
+        False,
     )
     # Everything is read and written, keys and values twice.
     heads = 2 * Q_HEADS + 6 * KV_HEADS
     return Case(arguments, num_tokens * (heads * HEAD_DIM * qkv.itemsize + 4 * HEAD_DIM + 2 * 8))
 
 
+def add_rms_norm(bs: int, args: argparse.Namespace) -> Case:
+    x, residual = torch.randn(2, bs * BLOCK_SIZE, HIDDEN, device=DEVICE).bfloat16()
+    weight = torch.rand(HIDDEN, device=DEVICE).bfloat16()
+    return Case((x, residual, weight, 1e-6, 0.0, False), 2 * (x.nbytes + residual.nbytes) + weight.nbytes)
+
+
 def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
-    """gate_up of one or two blocks, on one of four GPUs: it is not used for more."""
-    x = torch.randn(BLOCK_SIZE * min(bs, 2), HIDDEN, device=DEVICE).half()
+    """gate_up of up to eight blocks, on one of four GPUs: it is not used for more."""
+    x = torch.randn(BLOCK_SIZE * min(bs, 8), HIDDEN, device=DEVICE).half()
     weight = torch.randn(2 * INTERMEDIATE // 4, HIDDEN, device=DEVICE).half() / HIDDEN**0.5
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
@@ -356,6 +363,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     write_context_kv,
     sample_rows,
     apply_penalties,
+    add_rms_norm,
     linear_few_rows,
     attend_trees,
     attend_short_trees,

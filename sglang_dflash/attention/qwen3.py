@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
 from sglang_dflash.engine.relay import DFlashVerifyInput
+from sglang_dflash.ops import small_m_linear
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def forward(
         positions,
         forward_batch.out_cache_loc,
         *pool.get_kv_buffer(attention.attn.layer_id),
+        small_m_linear.runs_few_rows(attention.qkv_proj, hidden_states.shape[0]),
     )
     output, _ = attention.o_proj(attention.attn(q, k, v, forward_batch, save_kv_cache=False))
     return output

@@ -60,7 +60,7 @@ from sglang_dflash.integration.arguments import num_candidates
 from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_window_pool
-from sglang_dflash.ops import small_m_linear
+from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.types import Block
 from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
@@ -110,7 +110,10 @@ class DFlashWorker(BaseSpecWorker):
         draft_model = self.draft_model_runner.model
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         for model in (target_model, draft_model):
-            (packed_linear if self.device == "cpu" else small_m_linear).install(model)
+            if self.device == "cpu":
+                packed_linear.install(model)
+            else:
+                add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         # Before SGLang sizes its pools by the memory that is left. Request slots are no more than running requests, and

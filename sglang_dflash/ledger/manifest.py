@@ -404,6 +404,19 @@ USES = (
         ),
     ),
     Use(
+        "ops/add_norm.py",
+        "norms, whose dispatch is exchanged for calls with a residual",
+        (
+            "sglang.srt.layers.layernorm.RMSNorm.__init__",
+            "sglang.srt.layers.layernorm.RMSNorm._quant_linear",
+            "sglang.srt.layers.layernorm.RMSNorm.fuse_input_quant",
+            "sglang.srt.layers.layernorm.RMSNorm.forward_cuda",
+            "sglang.srt.layers.layernorm.GemmaRMSNorm.__init__",
+            "sglang.srt.layers.layernorm.GemmaRMSNorm.forward_cuda",
+            "sglang.kernels.fused_op.BaseFusedOp",
+        ),
+    ),
+    Use(
         "cpu/packed_linear.py",
         "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
         (

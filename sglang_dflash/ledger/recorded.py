@@ -9,6 +9,7 @@
 SGLANG = '0.5.23'
 
 FILES = {
+    'sglang/kernels/fused_op.py': '2042fb5fb0fca33a',
     'sglang/kernels/ops/attention/fla/fused_norm_gate.py': 'a8afd778e2499055',
     'sglang/kernels/ops/attention/fla/fused_recurrent.py': 'd322d80e6e639fc0',
     'sglang/kernels/ops/attention/fla/layernorm_gated.py': '031b8c4fe8b710ac',
@@ -38,6 +39,7 @@ FILES = {
     'sglang/srt/layers/attention/torch_native_backend.py': '5da07edadf56f4f4',
     'sglang/srt/layers/attention/triton_backend.py': '2e095cfafcd30ad0',
     'sglang/srt/layers/dual_gemm.py': 'f78eb56c200f3a7e',
+    'sglang/srt/layers/layernorm.py': 'dca150fc6e2c469d',
     'sglang/srt/layers/linear.py': '2c1031cfaafe329a',
     'sglang/srt/layers/logits_processor.py': '5154d547402a8464',
     'sglang/srt/layers/moe/utils.py': '10ccd5f5bd365951',
@@ -104,6 +106,7 @@ FILES = {
 }
 
 FINGERPRINTS = {
+    'sglang.kernels.fused_op.BaseFusedOp': '85b51eec0d3913d0',
     'sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward': '4397c98720e964f7',
     'sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode': '2c62530068b520cf',
     'sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode_kernel': '4d2b1790e1f25323',
@@ -188,6 +191,12 @@ FINGERPRINTS = {
     'sglang.srt.layers.attention.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph': '342af858c1053ce3',
     'sglang.srt.layers.attention.triton_backend.update_sliding_window_buffer': '2649ac9bc539eb3e',
     'sglang.srt.layers.dual_gemm.DualGemm.can_run': '6389b8f0633a6ed5',
+    'sglang.srt.layers.layernorm.GemmaRMSNorm.__init__': '3440df557a7d3208',
+    'sglang.srt.layers.layernorm.GemmaRMSNorm.forward_cuda': 'a06f26f096d76985',
+    'sglang.srt.layers.layernorm.RMSNorm.__init__': '418faa48632f84e0',
+    'sglang.srt.layers.layernorm.RMSNorm._quant_linear': 'f7c99c1a8c37612a',
+    'sglang.srt.layers.layernorm.RMSNorm.forward_cuda': '47a968d9dd39efc6',
+    'sglang.srt.layers.layernorm.RMSNorm.fuse_input_quant': '83210b524d0466cf',
     'sglang.srt.layers.linear.ColumnParallelLinear.forward': 'd583f434739732ae',
     'sglang.srt.layers.linear.LinearBase': '542d94b864947960',
     'sglang.srt.layers.linear.RowParallelLinear.forward': '82233fd45c6bf547',

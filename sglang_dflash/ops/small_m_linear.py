@@ -1,8 +1,9 @@
-"""The products of one or two blocks' rows with weights, by a kernel that reads weights faster than SGLang's.
+"""The products of a few blocks' rows with weights, by a kernel that reads weights faster than SGLang's.
 
-A cycle of one request spends nine tenths of its time in them, for 16 rows that cost nothing to multiply. cuBLAS takes
-154.9 us for those of a Qwen3-8B layer on an H100, `kernels.linear_few_rows` 144.5, the activation behind gate_up
-included; of 32 rows 153.3 and 145.8 (scripts/results/linear_h100_2026-11-21.md).
+A cycle of one request spends nine tenths of its time in them, for 16 rows that cost nothing to multiply. Those of a
+Qwen3-8B layer on an H100 and its two norms, the activation behind gate_up included, take 158.8 us by cuBLAS and
+FlashInfer and 142.8 by `linear_few_rows` and `add_rms_norm`, which begin while the kernel before them ends. With 64
+rows it is 163.3 and 155.6, with 128, where only gate_up is ours, 166.3 and 162.5 (scripts/results/cycle_notes.md).
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ from sglang.srt.runtime_context import get_exec
 from torch import nn
 
 from sglang_dflash import ops
+from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
 
 logger = logging.getLogger(__name__)
 
-# For 64 rows cuBLAS is as fast, for 128 faster.
-MAX_ROWS = 32
+# For 128 rows cuBLAS is faster, but for some gated layers.
+MAX_ROWS = 64
 # The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
+# More rows of a gated layer are faster where thread blocks of GATED_COLUMNS occupy so many multiprocessors, each once.
+_MIN_OCCUPIED = 0.9
 # What activates its gate_up_proj with SiluAndMul and, on an H100, does nothing else to it; on Blackwell SGLang has
 # kernels of its own for both together.
 _GATED_MLPS = (LlamaMLP, Qwen2MLP)
 
 
 class FewRowsLinearMethod(UnquantizedLinearMethod):
-    """An unquantised layer without bias, of which up to MAX_ROWS rows take another kernel than more do."""
+    """An unquantised layer without bias, of which few rows take another kernel than more do."""
 
-    def __init__(self, is_gated: bool) -> None:
+    def __init__(self, max_rows: int, is_gated: bool) -> None:
         """
         Args:
+            max_rows: that take it.
             is_gated: few rows come out activated, in half the columns; see :class:`PassActivated`.
         """
         super().__init__()
-        self._is_gated = is_gated
+        self._max_rows, self._is_gated = max_rows, is_gated
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # torch.compile, of SGLang's prefill, would take one answer for all numbers of rows.
-        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS:
+        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self._max_rows:
             return super().apply(layer, x, bias)
         return ops.linear_few_rows(x, layer.weight, self._is_gated)
 
@@ -59,15 +64,15 @@ class PassActivated(nn.Module):
         return x if x.shape[-1] == self._num_columns else self._act_fn(x)
 
 
-def install(model: nn.Module) -> None:
+def install(model: nn.Module) -> int:
     """Give every layer of a loaded model that gains by it the kernel for few rows; `--bf16-gemm-backend` may ask for
-    another."""
-    deterministic = get_exec().deterministic
-    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
-        # There a row is summed in the same order whatever the batch.
-        return
-    if get_exec().kernel.bf16_gemm_backend != "auto":
-        return
+    another.
+
+    Returns:
+        How many layers have it now.
+    """
+    if must_sum_alike() or get_exec().kernel.bf16_gemm_backend != "auto":
+        return 0
     gated = {id(module.gate_up_proj): module for module in model.modules() if type(module) in _GATED_MLPS}
     num_layers = 0
     for layer in model.modules():
@@ -78,23 +83,45 @@ def install(model: nn.Module) -> None:
         ):
             continue
         mlp = gated.get(id(layer))
-        num_columns = layer.weight.shape[0] // (1 if mlp is None else 2)
-        if not is_faster(layer.weight, num_columns):
+        is_gated = mlp is not None
+        max_rows = faster_rows(layer.weight, is_gated)
+        if max_rows == 0:
             continue
-        layer.quant_method = FewRowsLinearMethod(is_gated=mlp is not None)
-        if mlp is not None:
-            mlp.act_fn = PassActivated(mlp.act_fn, num_columns)
+        layer.quant_method = FewRowsLinearMethod(max_rows, is_gated)
+        if is_gated:
+            mlp.act_fn = PassActivated(mlp.act_fn, layer.weight.shape[0] // 2)
         num_layers += 1
     if num_layers:
         logger.info("%s: %d linear layers have a kernel for up to %d rows.", type(model).__name__, num_layers, MAX_ROWS)
+    return num_layers
 
 
-def is_faster(weight: torch.Tensor, num_columns: int) -> bool:
-    """Whether that was measured for such a weight, [N, K], of whose product `num_columns` are left."""
+def runs_few_rows(layer: LinearBase, num_rows: int) -> bool:
+    """Whether so many rows of a layer without an activation take the kernel, which lets the next one begin early."""
+    return type(layer.quant_method) is FewRowsLinearMethod and num_rows <= MAX_ROWS
+
+
+def faster_rows(weight: torch.Tensor, is_gated: bool) -> int:
+    """Up to how many rows the kernel was measured to be faster for such a weight, [N, K], or [2 * N, K] where gated."""
+    num_columns, depth = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+    if not is_measured(weight) or num_columns < _MIN_COLUMNS or depth < _MIN_DEPTH:
+        return 0
+    num_blocks, rest = divmod(num_columns, GATED_COLUMNS)
+    num_processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    occupies = rest == 0 and _MIN_OCCUPIED * num_processors <= num_blocks <= num_processors
+    return MAX_GATED_ROWS if is_gated and occupies and depth % GATED_DEPTH == 0 else MAX_ROWS
+
+
+def must_sum_alike() -> bool:
+    """Whether flags ask that a row is summed in the same order whatever the batch."""
+    deterministic = get_exec().deterministic
+    return deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None
+
+
+def is_measured(weight: torch.Tensor) -> bool:
+    """Whether kernels for such weights were measured on such a GPU at all."""
     return (
         weight.is_cuda
         and torch.cuda.get_device_capability(weight.device) == (9, 0)
         and weight.dtype in (torch.bfloat16, torch.float16)
-        and num_columns >= _MIN_COLUMNS
-        and weight.shape[1] >= _MIN_DEPTH
     )

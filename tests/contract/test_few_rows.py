@@ -1,8 +1,9 @@
-"""SGLang's flags that say how linear layers are computed: where one does, the kernel for few rows stays out."""
+"""SGLang's flags that say how layers are computed: where one does, kernels of our own stay out."""
 
 import pytest
 import torch
 from resolving import asked
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models.llama import LlamaMLP
@@ -10,12 +11,13 @@ from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
 from torch import nn
 
-from sglang_dflash.ops import small_m_linear
+from sglang_dflash.ops import add_norm, small_m_linear
 
 
 @pytest.fixture
 def publish_server(monkeypatch):
-    monkeypatch.setattr(small_m_linear, "is_faster", lambda weight, num_columns: True)
+    monkeypatch.setattr(small_m_linear, "faster_rows", lambda weight, is_gated: small_m_linear.MAX_ROWS)
+    monkeypatch.setattr(add_norm, "is_plain_norm", lambda norm: True)
     before = snapshot_context()
     yield lambda **flags: publish(asked(**flags), role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     restore_context(before)
@@ -36,6 +38,23 @@ def test_flags(publish_server, flags, method):
     layer = ReplicatedLinear(64, 64, bias=False)
     small_m_linear.install(nn.Sequential(layer))
     assert type(layer.quant_method) is method
+
+
+@pytest.mark.parametrize("norm_type", [RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("flags", [{}, {"enable_deterministic_inference": True}], ids=["none", "deterministic"])
+def test_norms(publish_server, flags, norm_type):
+    """A norm comes to what it came to before, whatever it is called with."""
+    publish_server(**flags)
+    norm = norm_type(96, eps=1e-2)
+    nn.init.normal_(norm.weight)
+    ours = norm_type(96, eps=1e-2)
+    ours.load_state_dict(norm.state_dict())
+    add_norm.install(ours, follows_few_rows=True)
+    assert isinstance(ours._forward_method, add_norm.AddNormForward) is not bool(flags)
+    x, residual, more = torch.randn(3, 5, 96)
+    for arguments in [(x,), (x, residual), (x, residual, more), (x[None], residual[None]), (x.T.clone().T, residual)]:
+        got, want = (module(*(tensor.clone() for tensor in arguments)) for module in (ours, norm))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rounds there; tests/kernels and tests/gpu run its kernel")

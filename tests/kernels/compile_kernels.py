@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.attend_trees import SHARED_MEMORY, attend_trees, split_trees
+from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 
@@ -48,6 +49,8 @@ def main() -> None:
     for make in bench_kernels.KERNELS:
         case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
+    # More rows than of two blocks.
+    linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
     queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
     triton_decode_attention(queries, keys, values, torch.tensor([100]))
     # With all that a layer may have; DeepSeek's, whose values are part of the keys; in float32. Of many trees thread

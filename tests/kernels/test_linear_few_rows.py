@@ -24,6 +24,16 @@ DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torc
     ],
 )
 def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
+    compare(rows, columns, depth, is_gated, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(65, 96, 64), (101, 288, 320), (128, 192, 512)])
+def test_many_gated_rows(rows, columns, depth, dtype, device):
+    compare(rows, columns, depth, True, dtype, device)
+
+
+def compare(rows, columns, depth, is_gated, dtype, device):
     # Rows of a wider matrix, as queries are of projections; the rest of it would be seen.
     x = torch.full((rows, depth + 8), 100.0, device=device, dtype=dtype)[:, :depth]
     x.copy_(torch.randn(rows, depth))
@@ -33,6 +43,10 @@ def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
     torch.testing.assert_close(got, want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
-def test_too_many_rows(device):
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "is_gated"),
+    [(65, 64, 64, False), (129, 192, 64, True), (65, 128, 64, True), (65, 192, 32, True)],
+)
+def test_what_no_tile_holds(rows, columns, depth, is_gated, device):
     with pytest.raises(AssertionError):
-        linear_few_rows(torch.zeros(65, 64, device=device), torch.zeros(64, 64, device=device), False)
+        linear_few_rows(torch.zeros(rows, depth, device=device), torch.zeros(columns, depth, device=device), is_gated)

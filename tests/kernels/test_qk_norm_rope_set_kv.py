@@ -8,7 +8,7 @@ from sglang_dflash.ops.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv 
 SLOTS = 200
 
 
-def random_args(tokens, q_heads, kv_heads, head_dim, dtype, device):
+def random_args(tokens, q_heads, kv_heads, head_dim, dtype, is_early, device):
     """Every argument; rows of projections are part of longer ones, and the KV is full of NaN."""
     width = (q_heads + 2 * kv_heads) * head_dim
     k, v = torch.full((2, SLOTS, kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
@@ -21,24 +21,25 @@ def random_args(tokens, q_heads, kv_heads, head_dim, dtype, device):
         torch.randperm(SLOTS, device=device)[:tokens],
         k,
         v,
+        is_early,
     )
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 63])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(1, 1, 64), (4, 2, 64), (9, 3, 80), (32, 8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, device):
+@pytest.mark.parametrize(("dtype", "is_early"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, is_early, device):
     args = []
     for _ in range(2):
         torch.manual_seed(tokens)
-        args.append(random_args(tokens, q_heads, kv_heads, head_dim, dtype, device))
+        args.append(random_args(tokens, q_heads, kv_heads, head_dim, dtype, is_early, device))
     got, want = args
     outputs = qk_norm_rope_set_kv(*got), reference(*want)
     assert all(out.is_contiguous() for side in outputs for out in side)
     # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or head is
     # far outside of either bound.
     bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-6
-    for mine, theirs in zip((*outputs[0], *got[-2:]), (*outputs[1], *want[-2:]), strict=True):
+    for mine, theirs in zip((*outputs[0], *got[-3:-1]), (*outputs[1], *want[-3:-1]), strict=True):
         assert mine.shape == theirs.shape
         assert torch.equal(mine.isnan(), theirs.isnan())
         mine, theirs = mine.double().nan_to_num(), theirs.double().nan_to_num()
@@ -54,7 +55,9 @@ def test_queries_and_keys_have_their_own_norms_and_turn_alike(apply, device):
     q_weight, k_weight = torch.full((64,), 2.0, device=device), torch.full((64,), 3.0, device=device)
     positions, slots = torch.tensor([0, 5, 10, 15], device=device), torch.tensor([7, 1, 9, 4], device=device)
     angles = rope_cache(20, 64, device)
-    turned_q, turned_k, values = apply(rows, q_weight, k_weight, 0.0, angles, positions, slots, k_buffer, v_buffer)
+    turned_q, turned_k, values = apply(
+        rows, q_weight, k_weight, 0.0, angles, positions, slots, k_buffer, v_buffer, False
+    )
     torch.testing.assert_close(turned_q[0], 2 * q / q.square().mean().sqrt())
     torch.testing.assert_close(turned_k[0], 3 * k / k.square().mean().sqrt())
     products = (turned_q[1:] * turned_k[:-1]).sum(-1)

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.divide_keys import divide_keys
@@ -271,6 +271,7 @@ def _attend_trees_kernel(
         # Launched while the kernel before this one still runs. The chunks were there before that one began; see
         # `split_trees`.
         gdc_wait()
+        gdc_launch_dependents()
     request = request.to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     node = row // (H // G)
@@ -373,6 +374,7 @@ def _merge_parts_kernel(
         # Launched while the parts are still computed. Where there are none too: what is launched behind this kernel
         # waits for it alone.
         gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(0)
     first_part = tl.load(part_indptr + request)
     num_chunks = tl.load(part_indptr + request + 1) - first_part

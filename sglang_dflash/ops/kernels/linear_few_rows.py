@@ -3,6 +3,9 @@
 One tile of columns per thread block, and nothing shared between them: no workspace, no second launch. What matters is
 how many bytes of weights are in flight; the tiles and stages are the best of those that were tried on an H100
 (scripts/results/linear_h100_2026-11-21.md).
+
+Up to 64 rows, columns of the result are rows of the tensor cores' product, which has at least 64 of those. More rows
+fill those themselves, and the tile has as many columns as occupy every multiprocessor once.
 """
 
 from __future__ import annotations
@@ -10,12 +13,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
 
 # Of a tensor core's smallest tile; and as many as there are registers for.
 _MIN_TILE_ROWS, _MAX_ROWS = 16, 64
 _COLUMNS, _DEPTH, _WARPS = 64, 128, 4
 # In flight; a gated layer's have two tiles each.
 _STAGES, _GATED_STAGES = 6, 4
+# Of more rows: GATED_COLUMNS as 64 and 32, for Triton's tiles are powers of two.
+_WIDE_COLUMNS, _NARROW_COLUMNS, _GATED_WARPS = 64, GATED_COLUMNS - 64, 8
 
 
 @triton.jit
@@ -38,11 +47,16 @@ def _linear_few_rows_kernel(
     DEPTH: tl.constexpr,
     IS_GATED: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # Launched while the kernel before this one still runs, whose output is not there before this; what is launched
+        # behind this one may begin, and waits for it likewise.
+        gdc_wait()
+        gdc_launch_dependents()
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     row = tl.arange(0, ROWS).to(tl.int64)
-    # Columns of the result are rows of the tensor cores' product, which has at least 64 of those.
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     up_row = column + num_columns if IS_GATED else column
@@ -55,15 +69,69 @@ def _linear_few_rows_kernel(
         if IS_GATED:
             gate = tl.dot(_load_weights(weight, column, k, is_column, size_k), rows, gate)
 
-    if IS_GATED:
-        gate = gate.to(out.dtype.element_ty).to(tl.float32)
-        total = total.to(out.dtype.element_ty).to(tl.float32) * gate / (1 + tl.exp(-gate))
+    total = _activate(gate, total, out.dtype.element_ty) if IS_GATED else total.to(out.dtype.element_ty)
     inside = is_column[:, None] & (row[None, :] < num_rows)
-    tl.store(out + row[None, :] * num_columns + column[:, None], total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[None, :] * num_columns + column[:, None], total, mask=inside)
+
+
+@triton.jit
+def _activate(gate, up, dtype):
+    gate = gate.to(dtype).to(tl.float32)
+    return (up.to(dtype).to(tl.float32) * gate / (1 + tl.exp(-gate))).to(dtype)
+
+
+@triton.jit
+def _weight_columns(weight, column, k, size_k):
+    """As columns of the product, [K, N]."""
+    return tl.load(weight + column[None, :] * size_k + k[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_gated_rows_kernel(
+    x,
+    x_stride,
+    weight,
+    out,
+    num_rows,
+    num_columns,
+    size_k,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.arange(0, ROWS).to(tl.int64)
+    is_row = (row < num_rows)[:, None]
+    wide = tl.program_id(0).to(tl.int64) * (WIDE + NARROW) + tl.arange(0, WIDE)
+    narrow = tl.program_id(0).to(tl.int64) * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
+    wide_gate = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    wide_up = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    narrow_gate = tl.zeros((ROWS, NARROW), dtype=tl.float32)
+    narrow_up = tl.zeros((ROWS, NARROW), dtype=tl.float32)
+
+    for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
+        k = start + tl.arange(0, DEPTH)
+        rows = tl.load(x + row[:, None] * x_stride + k[None, :], mask=is_row, other=0.0)
+        wide_gate = tl.dot(rows, _weight_columns(weight, wide, k, size_k), wide_gate)
+        wide_up = tl.dot(rows, _weight_columns(weight, wide + num_columns, k, size_k), wide_up)
+        narrow_gate = tl.dot(rows, _weight_columns(weight, narrow, k, size_k), narrow_gate)
+        narrow_up = tl.dot(rows, _weight_columns(weight, narrow + num_columns, k, size_k), narrow_up)
+
+    out += row[:, None] * num_columns
+    tl.store(out + wide[None, :], _activate(wide_gate, wide_up, out.dtype.element_ty), mask=is_row)
+    tl.store(out + narrow[None, :], _activate(narrow_gate, narrow_up, out.dtype.element_ty), mask=is_row)
 
 
 def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.linear_few_rows.linear_few_rows`."""
+    if x.shape[0] > _MAX_ROWS:
+        assert is_gated
+        return _launch_gated_rows(x, weight)
     return launch(x, weight, is_gated, _COLUMNS, _DEPTH, _WARPS, _GATED_STAGES if is_gated else _STAGES)
 
 
@@ -75,6 +143,7 @@ def launch(
     assert num_rows <= _MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    pdl_is_available = pdl.is_available(x.device)
     _linear_few_rows_kernel[(triton.cdiv(num_columns, columns),)](
         x,
         x.stride(0),
@@ -88,6 +157,35 @@ def launch(
         DEPTH=depth,
         IS_GATED=is_gated,
         STAGES=stages,
+        PDL=pdl_is_available,
         num_warps=warps,
+        launch_pdl=pdl_is_available,
+    )
+    return out
+
+
+def _launch_gated_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    num_rows, size_k = x.shape
+    num_columns = weight.shape[0] // 2
+    assert num_rows <= MAX_GATED_ROWS and x.stride(1) == 1 and weight.is_contiguous()
+    assert num_columns % GATED_COLUMNS == 0 and size_k % GATED_DEPTH == 0
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    pdl_is_available = pdl.is_available(x.device)
+    _linear_gated_rows_kernel[(num_columns // GATED_COLUMNS,)](
+        x,
+        x.stride(0),
+        weight,
+        out,
+        num_rows,
+        num_columns,
+        size_k,
+        ROWS=MAX_GATED_ROWS,
+        WIDE=_WIDE_COLUMNS,
+        NARROW=_NARROW_COLUMNS,
+        DEPTH=GATED_DEPTH,
+        STAGES=_GATED_STAGES,
+        PDL=pdl_is_available,
+        num_warps=_GATED_WARPS,
+        launch_pdl=pdl_is_available,
     )
     return out

@@ -41,11 +41,13 @@ def _qk_norm_rope_set_kv_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if IS_EARLY:
         # Launched while the projection still runs, whose output is not there before this.
         gdc_wait()
+    if PDL:
         # Attention launched behind this may begin, and wait for it likewise.
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -97,6 +99,7 @@ def qk_norm_rope_set_kv(
     cache_loc: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
+    is_early: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sglang_dflash.ops.reference.qk_norm_rope_set_kv.qk_norm_rope_set_kv`."""
     num_tokens, width = qkv.shape
@@ -107,6 +110,7 @@ def qk_norm_rope_set_kv(
     out = tuple(qkv.new_empty((num_tokens, heads * head_dim)) for heads in (q_heads, kv_heads, kv_heads))
     if not num_tokens:
         return out
+    pdl_is_available = pdl.is_available(qkv.device)
     _qk_norm_rope_set_kv_kernel[(num_tokens, triton.cdiv(q_heads + kv_heads, _HEADS))](
         qkv,
         qkv.stride(0),
@@ -124,8 +128,9 @@ def qk_norm_rope_set_kv(
         HALF=head_dim // 2,
         HEADS=_HEADS,
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
-        PDL=pdl.is_available(qkv.device),
+        IS_EARLY=is_early and pdl_is_available,
+        PDL=pdl_is_available,
         num_warps=_WARPS,
-        launch_pdl=pdl.is_available(qkv.device),
+        launch_pdl=is_early and pdl_is_available,
     )
     return out

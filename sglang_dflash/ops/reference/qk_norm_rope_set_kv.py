@@ -17,6 +17,7 @@ def qk_norm_rope_set_kv(
     cache_loc: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
+    is_early: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalise and rotate queries and keys, and write keys and values to their slots.
 
@@ -30,6 +31,8 @@ def qk_norm_rope_set_kv(
         positions: [T] int64, true positions.
         cache_loc: [T] int64, KV slots.
         k_buffer, v_buffer: [slots, H, D], the layer's KV.
+        is_early: begin while the kernel before still runs; see
+            :func:`sglang_dflash.ops.reference.add_rms_norm.add_rms_norm`.
 
     Returns:
         Queries [T, Hq * D], keys and values [T, H * D], contiguous: backends would copy what is not.

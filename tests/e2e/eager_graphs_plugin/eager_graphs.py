@@ -138,7 +138,7 @@ def register() -> None:
     from sglang_dflash.cpu import packed_linear
     from sglang_dflash.engine import graphs
     from sglang_dflash.engine.worker import DFlashWorker
-    from sglang_dflash.ops import small_m_linear
+    from sglang_dflash.ops import add_norm, small_m_linear
     from sglang_dflash.settings import SETTINGS
     from sglang_dflash.verify.sampler import BlockSampler, sampler_bytes
 
@@ -171,9 +171,10 @@ def register() -> None:
     SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
     # The cycle draws, as on a GPU.
     BlockSampler._draws_plainly = lambda sampler, info: info.sampling_seed is None
-    # Of one or two blocks, as on a GPU for larger weights.
-    small_m_linear.is_faster = lambda weight, num_columns: True
-    packed_linear.install = small_m_linear.install
+    # Of one to four blocks, as on a GPU for larger weights.
+    small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
+    add_norm.is_plain_norm = lambda norm: True
+    packed_linear.install = lambda model: add_norm.install(model, small_m_linear.install(model) > 0)
 
     init_cuda_graphs = DFlashWorker.init_cuda_graphs
 
