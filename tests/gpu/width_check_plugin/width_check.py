@@ -18,13 +18,14 @@ def register():
         return
     from sglang_dflash.engine.adaptive_width import VerifyWidth
     from sglang_dflash.engine.worker import DFlashWorker
-    from sglang_dflash.ops import small_m_linear
+    from sglang_dflash.ops import add_norm, small_m_linear
     from sglang_dflash.settings import SETTINGS
 
     # The tiny pair never keeps a GPU computing.
     SETTINGS.busy = 0
-    # And its weights are smaller than those for which the kernel for few rows is there.
+    # And its weights are smaller than those for which the kernels for few rows and for norms are there.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
+    add_norm.is_plain_norm = lambda norm: True
     turns = defaultdict(itertools.count)
 
     def choose(self, bs, more=0.0, least=0.0):
