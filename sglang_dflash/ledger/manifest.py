@@ -408,6 +408,7 @@ USES = (
         "norms, whose dispatch is exchanged for calls with a residual",
         (
             "sglang.srt.layers.layernorm.RMSNorm.__init__",
+            "sglang.srt.layers.layernorm._fp8_static_input_scale",
             "sglang.srt.layers.layernorm.RMSNorm._quant_linear",
             "sglang.srt.layers.layernorm.RMSNorm.fuse_input_quant",
             "sglang.srt.layers.layernorm.RMSNorm.forward_cuda",

@@ -197,6 +197,7 @@ FINGERPRINTS = {
     'sglang.srt.layers.layernorm.RMSNorm._quant_linear': 'f7c99c1a8c37612a',
     'sglang.srt.layers.layernorm.RMSNorm.forward_cuda': '47a968d9dd39efc6',
     'sglang.srt.layers.layernorm.RMSNorm.fuse_input_quant': '83210b524d0466cf',
+    'sglang.srt.layers.layernorm._fp8_static_input_scale': '35447e6aa5acd3c3',
     'sglang.srt.layers.linear.ColumnParallelLinear.forward': 'd583f434739732ae',
     'sglang.srt.layers.linear.LinearBase': '542d94b864947960',
     'sglang.srt.layers.linear.RowParallelLinear.forward': '82233fd45c6bf547',

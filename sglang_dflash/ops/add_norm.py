@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable
 
 import torch
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm, _fp8_static_input_scale
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
@@ -82,18 +81,16 @@ def is_plain_norm(norm: RMSNorm | GemmaRMSNorm) -> bool:
     """Whether a norm adds and scales rows of the sizes that were measured, and does nothing else to them."""
     if original_forward(norm) != norm.forward_cuda:
         return False
-    if type(norm) is RMSNorm:
-        behind = norm._quant_linear
-        if (
-            not norm.has_weight
-            or norm.variance_size_override is not None
-            or norm.cast_x_before_out_mul
-            or norm.fp32_residual
-            or norm.override_orig_dtype is not None
-            # Else it may quantise its rows for that layer.
-            or not (behind is None or isinstance(behind.quant_method, UnquantizedLinearMethod))
-        ):
-            return False
+    if type(norm) is RMSNorm and (
+        not norm.has_weight
+        or norm.variance_size_override is not None
+        or norm.cast_x_before_out_mul
+        or norm.fp32_residual
+        or norm.override_orig_dtype is not None
+        # It quantises its rows for the layer behind it.
+        or _fp8_static_input_scale(norm._quant_linear) is not None
+    ):
+        return False
     return small_m_linear.is_measured(norm.weight) and _MIN_SIZE <= norm.weight.numel() <= _MAX_SIZE
 
 
