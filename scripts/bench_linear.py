@@ -4,7 +4,8 @@
 
 Beside it stand every algorithm that cuBLASLt offers, of which PyTorch takes the first, and the kernel with other tiles.
 Launches are replayed from a CUDA graph and take turns over copies of the weights, more than the L2 cache holds. First
-each shape alone, of Qwen3-8B at one GPU and as shards of two and four; then a layer's products one after another.
+each shape alone, of Qwen3-8B at one GPU and as shards of two and four; then a layer's products and norms one after
+another, those of the package where it takes them.
 Without a GPU, Triton's interpreter shows that the script works:
 
     TRITON_INTERPRET=1 python3 scripts/bench_linear.py --rows 3 --shapes "48x300 gated" --out work/linear
@@ -33,6 +34,9 @@ from bench.machine import hardware, versions
 from torch.nn import functional
 
 from sglang_dflash.ops.kernels import linear_few_rows as kernel
+from sglang_dflash.ops.kernels.add_rms_norm import add_rms_norm
+from sglang_dflash.ops.reference.add_rms_norm import add_rms_norm as add_rms_norm_reference
+from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
 from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,8 +50,9 @@ SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096",
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
 # Of cuBLASLt's, which knows fewer for most shapes.
 MOST_ALGORITHMS = 16
-# That the kernel takes.
+# That the kernel takes of every layer.
 MOST_ROWS = 64
+EPS = 1e-6
 # What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
@@ -88,6 +93,26 @@ def activated(out: torch.Tensor, is_gated: bool) -> torch.Tensor:
     return silu_and_mul(out, out.new_empty(out.shape[0], out.shape[1] // 2))
 
 
+def library_product(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    return activated(functional.linear(x, weight), is_gated)
+
+
+def library_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """As SGLang does it between a layer's parts."""
+    if DEVICE == "cpu":
+        add_rms_norm_reference(x, residual, weight, EPS, 0.0, False)
+        return
+    from sgl_kernel import fused_add_rmsnorm
+
+    fused_add_rmsnorm(x, residual, weight, EPS)
+
+
+def takes(rows: int, num_columns: int, size_k: int, is_gated: bool) -> bool:
+    """Whether the package has a kernel for so many rows of such a layer."""
+    fits = is_gated and num_columns % GATED_COLUMNS == 0 and size_k % GATED_DEPTH == 0
+    return rows <= (MAX_GATED_ROWS if fits else MOST_ROWS)
+
+
 def check(name: str, linear: Callable[[], torch.Tensor], want: torch.Tensor) -> None:
     """Raise AssertionError unless a result is right."""
     error = (linear().float() - want.float()).norm() / want.float().norm()
@@ -126,14 +151,15 @@ def parse(shape: str) -> tuple[int, int, bool]:
 def linears(rows: int, shape: str) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]]:
     """What is compared, by name."""
     num_columns, size_k, is_gated = parse(shape)
-    yield "cuBLAS", lambda x, weight: activated(functional.linear(x, weight), is_gated)
+    yield "cuBLAS", partial(library_product, is_gated=is_gated)
     if DEVICE == "cuda":
         product = cublaslt.Product(rows, num_columns * (1 + is_gated), size_k)
         for limit, name in ((cublaslt.WORKSPACE_BYTES, "algorithm"), (0, "algorithm without workspace")):
             for rank, algorithm in enumerate(product.algorithms(MOST_ALGORITHMS, limit)):
                 yield f"{name} {rank}", lambda x, w, a=algorithm: activated(product(x, w, a), is_gated)
-    if rows <= MOST_ROWS:
+    if takes(rows, *parse(shape)):
         yield "ours", partial(kernel.linear_few_rows, is_gated=is_gated)
+    if rows <= MOST_ROWS:
         for tiles in TILES:
             if tiles.fit(rows, is_gated):
                 yield f"tiles {astuple(tiles)}", partial(tiles, is_gated=is_gated)
@@ -158,7 +184,7 @@ def measure(rows: int, shape: str) -> dict:
 
 
 def measure_layer(rows: int) -> dict[str, float]:
-    """Microseconds of a layer's four products, one after another."""
+    """Microseconds of a layer's four products and two norms, one after another."""
     copies, q_size = 4, HEADS * HEAD_DIM
     torch.manual_seed(0)
     shapes = [parse(shape) for shape in LAYER]
@@ -166,19 +192,28 @@ def measure_layer(rows: int) -> dict[str, float]:
         [torch.randn((1 + is_gated) * n, k, device=DEVICE).div(k**0.5).to(DTYPE) for n, k, is_gated in shapes]
         for _ in range(copies)
     ]
-    x = torch.randn(rows, HIDDEN, device=DEVICE).to(DTYPE)
+    x, residual = torch.randn(2, rows, HIDDEN, device=DEVICE).to(DTYPE)
+    norm_weight = torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE)
 
-    def layer(i: int, linear: Callable) -> None:
-        qkv, *others = zip(layers[i], shapes, strict=True)
-        hidden = linear(x, qkv[0], False)[:, :q_size]
-        for weight, (_, _, is_gated) in others:
-            hidden = linear(hidden, weight, is_gated)
+    def our_product(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
+        num_columns, size_k = weight.shape[0] // (1 + is_gated), weight.shape[1]
+        linear = kernel.linear_few_rows if takes(rows, num_columns, size_k, is_gated) else library_product
+        return linear(x, weight, is_gated)
 
-    ways = {
-        "cuBLAS": lambda x, weight, is_gated: activated(functional.linear(x, weight), is_gated),
-        "ours": kernel.linear_few_rows,
+    def our_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+        add_rms_norm(x, residual, weight, EPS, 0.0, rows <= MOST_ROWS)
+
+    def layer(i: int, product: Callable, norm: Callable) -> None:
+        qkv, o, gate_up, down = layers[i]
+        norm(x, residual, norm_weight)
+        hidden = product(product(x, qkv, False)[:, :q_size], o, False)
+        norm(hidden, residual, norm_weight)
+        product(product(hidden, gate_up, True), down, False)
+
+    ways = {"cuBLAS": (library_product, library_norm), "ours": (our_product, our_norm)}
+    return {
+        name: microseconds(partial(layer, product=product, norm=norm), copies) for name, (product, norm) in ways.items()
     }
-    return {name: microseconds(partial(layer, linear=linear), copies) for name, linear in ways.items()}
 
 
 def compile_one(tiles: Tiles, rows: int, is_gated: bool) -> None:
@@ -204,7 +239,7 @@ def report(setup: dict, measured: list[dict], layers: dict[int, dict[str, float]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     for rows, found in layers.items():
         times = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
-        lines += ["", f"A layer's products at {rows} rows, us: {times}."]
+        lines += ["", f"A layer's products and norms at {rows} rows, us: {times}."]
     return "\n".join(lines) + "\n"
 
 
@@ -247,7 +282,7 @@ def main() -> None:
     for rows, shape in itertools.product(args.rows, args.shapes):
         measured.append(measure(rows, shape))
         save()
-    for rows in few_rows if DEVICE == "cuda" else ():
+    for rows in args.rows if DEVICE == "cuda" else ():
         layers[rows] = measure_layer(rows)
         save()
     print(Path(f"{args.out}.md").read_text())
