@@ -36,7 +36,7 @@ from torch.nn import functional
 from sglang_dflash.ops.kernels import linear_few_rows as kernel
 from sglang_dflash.ops.kernels.add_rms_norm import add_rms_norm
 from sglang_dflash.ops.reference.add_rms_norm import add_rms_norm as add_rms_norm_reference
-from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
+from sglang_dflash.ops.reference.linear_few_rows import MAX_ROWS, max_rows
 from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +50,6 @@ SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096",
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
 # Of cuBLASLt's, which knows fewer for most shapes.
 MOST_ALGORITHMS = 16
-# That the kernel takes of every layer.
-MOST_ROWS = 64
 EPS = 1e-6
 # What a block of threads may have of an H100's; checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
@@ -107,12 +105,6 @@ def library_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) 
     fused_add_rmsnorm(x, residual, weight, EPS)
 
 
-def takes(rows: int, num_columns: int, size_k: int, is_gated: bool) -> bool:
-    """Whether the package has a kernel for so many rows of such a layer."""
-    fits = is_gated and num_columns % GATED_COLUMNS == 0 and size_k % GATED_DEPTH == 0
-    return rows <= (MAX_GATED_ROWS if fits else MOST_ROWS)
-
-
 def check(name: str, linear: Callable[[], torch.Tensor], want: torch.Tensor) -> None:
     """Raise AssertionError unless a result is right."""
     error = (linear().float() - want.float()).norm() / want.float().norm()
@@ -157,9 +149,9 @@ def linears(rows: int, shape: str) -> Iterator[tuple[str, Callable[[torch.Tensor
         for limit, name in ((cublaslt.WORKSPACE_BYTES, "algorithm"), (0, "algorithm without workspace")):
             for rank, algorithm in enumerate(product.algorithms(MOST_ALGORITHMS, limit)):
                 yield f"{name} {rank}", lambda x, w, a=algorithm: activated(product(x, w, a), is_gated)
-    if takes(rows, *parse(shape)):
+    if rows <= max_rows(num_columns, size_k, is_gated):
         yield "ours", partial(kernel.linear_few_rows, is_gated=is_gated)
-    if rows <= MOST_ROWS:
+    if rows <= MAX_ROWS:
         for tiles in TILES:
             if tiles.fit(rows, is_gated):
                 yield f"tiles {astuple(tiles)}", partial(tiles, is_gated=is_gated)
@@ -197,11 +189,12 @@ def measure_layer(rows: int) -> dict[str, float]:
 
     def our_product(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
         num_columns, size_k = weight.shape[0] // (1 + is_gated), weight.shape[1]
-        linear = kernel.linear_few_rows if takes(rows, num_columns, size_k, is_gated) else library_product
+        is_ours = rows <= max_rows(num_columns, size_k, is_gated)
+        linear = kernel.linear_few_rows if is_ours else library_product
         return linear(x, weight, is_gated)
 
     def our_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
-        add_rms_norm(x, residual, weight, EPS, 0.0, rows <= MOST_ROWS)
+        add_rms_norm(x, residual, weight, EPS, 0.0, rows <= MAX_ROWS)
 
     def layer(i: int, product: Callable, norm: Callable) -> None:
         qkv, o, gate_up, down = layers[i]
@@ -265,7 +258,7 @@ def main() -> None:
         "versions": versions(),
         "command": f"{date.today()}: python3 scripts/bench_linear.py {shlex.join(sys.argv[1:])}",
     }
-    few_rows = [rows for rows in args.rows if rows <= MOST_ROWS]
+    few_rows = [rows for rows in args.rows if rows <= MAX_ROWS]
     if DEVICE == "cuda" and few_rows:
         # Fill Triton's cache on all cores before anything is timed.
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:

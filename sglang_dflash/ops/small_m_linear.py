@@ -19,12 +19,10 @@ from sglang.srt.runtime_context import get_exec
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
+from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, MAX_ROWS, max_rows
 
 logger = logging.getLogger(__name__)
 
-# For 128 rows cuBLAS is faster, but for some gated layers.
-MAX_ROWS = 64
 # The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
 # More rows of a gated layer are faster where thread blocks of GATED_COLUMNS occupy so many multiprocessors, each once.
@@ -44,11 +42,11 @@ class FewRowsLinearMethod(UnquantizedLinearMethod):
             is_gated: few rows come out activated, in half the columns; see :class:`PassActivated`.
         """
         super().__init__()
-        self._max_rows, self._is_gated = max_rows, is_gated
+        self.max_rows, self._is_gated = max_rows, is_gated
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # torch.compile, of SGLang's prefill, would take one answer for all numbers of rows.
-        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self._max_rows:
+        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self.max_rows:
             return super().apply(layer, x, bias)
         return ops.linear_few_rows(x, layer.weight, self._is_gated)
 
@@ -84,10 +82,10 @@ def install(model: nn.Module) -> int:
             continue
         mlp = gated.get(id(layer))
         is_gated = mlp is not None
-        max_rows = faster_rows(layer.weight, is_gated)
-        if max_rows == 0:
+        num_rows = faster_rows(layer.weight, is_gated)
+        if num_rows == 0:
             continue
-        layer.quant_method = FewRowsLinearMethod(max_rows, is_gated)
+        layer.quant_method = FewRowsLinearMethod(num_rows, is_gated)
         if is_gated:
             mlp.act_fn = PassActivated(mlp.act_fn, layer.weight.shape[0] // 2)
         num_layers += 1
@@ -97,8 +95,9 @@ def install(model: nn.Module) -> int:
 
 
 def runs_few_rows(layer: LinearBase, num_rows: int) -> bool:
-    """Whether so many rows of a layer without an activation take the kernel, which lets the next one begin early."""
-    return type(layer.quant_method) is FewRowsLinearMethod and num_rows <= MAX_ROWS
+    """Whether so many rows of a layer take the kernel, which lets the next one begin early."""
+    method = layer.quant_method
+    return type(method) is FewRowsLinearMethod and num_rows <= method.max_rows
 
 
 def faster_rows(weight: torch.Tensor, is_gated: bool) -> int:
@@ -106,10 +105,10 @@ def faster_rows(weight: torch.Tensor, is_gated: bool) -> int:
     num_columns, depth = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     if not is_measured(weight) or num_columns < _MIN_COLUMNS or depth < _MIN_DEPTH:
         return 0
-    num_blocks, rest = divmod(num_columns, GATED_COLUMNS)
     num_processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-    occupies = rest == 0 and _MIN_OCCUPIED * num_processors <= num_blocks <= num_processors
-    return MAX_GATED_ROWS if is_gated and occupies and depth % GATED_DEPTH == 0 else MAX_ROWS
+    # Of up to 64 rows cuBLAS is slower for every layer, of more for gated ones of such widths.
+    occupies = _MIN_OCCUPIED * num_processors <= num_columns // GATED_COLUMNS <= num_processors
+    return max_rows(num_columns, depth, is_gated) if occupies else MAX_ROWS
 
 
 def must_sum_alike() -> bool:

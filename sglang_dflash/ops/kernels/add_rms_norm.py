@@ -58,6 +58,7 @@ def add_rms_norm(
         return
     padded_size = triton.next_power_of_2(size)
     pdl_is_available = pdl.is_available(x.device)
+    is_early = is_early and pdl_is_available
     _add_rms_norm_kernel[(num_rows,)](
         x,
         residual,
@@ -66,8 +67,8 @@ def add_rms_norm(
         size,
         PADDED_SIZE=padded_size,
         WEIGHT_OFFSET=weight_offset,
-        IS_EARLY=is_early and pdl_is_available,
+        IS_EARLY=is_early,
         PDL=pdl_is_available,
         num_warps=min(max(padded_size // _NUMBERS_PER_WARP, 1), _MAX_WARPS),
-        launch_pdl=is_early and pdl_is_available,
+        launch_pdl=is_early,
     )

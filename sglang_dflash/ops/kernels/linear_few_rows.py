@@ -16,10 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS
+from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
 
-# Of a tensor core's smallest tile; and as many as there are registers for.
-_MIN_TILE_ROWS, _MAX_ROWS = 16, 64
+# Of a tensor core's smallest tile.
+_MIN_TILE_ROWS = 16
 _COLUMNS, _DEPTH, _WARPS = 64, 128, 4
 # In flight; a gated layer's have two tiles each.
 _STAGES, _GATED_STAGES = 6, 4
@@ -129,8 +129,9 @@ def _linear_gated_rows_kernel(
 
 def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.linear_few_rows.linear_few_rows`."""
-    if x.shape[0] > _MAX_ROWS:
-        assert is_gated
+    num_columns, size_k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+    assert x.shape[0] <= max_rows(num_columns, size_k, is_gated)
+    if x.shape[0] > MAX_ROWS:
         return _launch_gated_rows(x, weight)
     return launch(x, weight, is_gated, _COLUMNS, _DEPTH, _WARPS, _GATED_STAGES if is_gated else _STAGES)
 
@@ -140,7 +141,7 @@ def launch(
 ) -> torch.Tensor:
     """The same with other tiles, for `scripts/bench_linear.py`."""
     num_rows, size_k = x.shape
-    assert num_rows <= _MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
+    assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     pdl_is_available = pdl.is_available(x.device)
@@ -167,8 +168,7 @@ def launch(
 def _launch_gated_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_rows, size_k = x.shape
     num_columns = weight.shape[0] // 2
-    assert num_rows <= MAX_GATED_ROWS and x.stride(1) == 1 and weight.is_contiguous()
-    assert num_columns % GATED_COLUMNS == 0 and size_k % GATED_DEPTH == 0
+    assert x.stride(1) == 1 and weight.is_contiguous()
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     pdl_is_available = pdl.is_available(x.device)
     _linear_gated_rows_kernel[(num_columns // GATED_COLUMNS,)](

@@ -111,6 +111,7 @@ def qk_norm_rope_set_kv(
     if not num_tokens:
         return out
     pdl_is_available = pdl.is_available(qkv.device)
+    is_early = is_early and pdl_is_available
     _qk_norm_rope_set_kv_kernel[(num_tokens, triton.cdiv(q_heads + kv_heads, _HEADS))](
         qkv,
         qkv.stride(0),
@@ -128,9 +129,9 @@ def qk_norm_rope_set_kv(
         HALF=head_dim // 2,
         HEADS=_HEADS,
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
-        IS_EARLY=is_early and pdl_is_available,
+        IS_EARLY=is_early,
         PDL=pdl_is_available,
         num_warps=_WARPS,
-        launch_pdl=is_early and pdl_is_available,
+        launch_pdl=is_early,
     )
     return out
