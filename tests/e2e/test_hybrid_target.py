@@ -208,8 +208,9 @@ def test_continued_texts(server, texts, known):
     assert all(right), right
     for length, cut, cached in found:
         if cut > length + 150:
-            # What was written crosses several boundaries.
-            assert cached > length and cached % INTERVAL == 0 if keeps_states(server) else cached >= length
+            # What was written crosses several boundaries. (Where a request was retracted behind the last of them, the
+            # state is of the end of a chunk instead, which is no multiple where another prompt shared a chunk with it.)
+            assert cached > length if keeps_states(server) else cached >= length, found
 
 
 @pytest.mark.cpu(reason="a CUDA graph has been recorded with nothing left out")

@@ -26,6 +26,7 @@ from sglang.srt.layers import sampler as srt_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler, create_sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -36,6 +37,9 @@ from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
 from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes
+
+# `BlockSampler` asks a hook of SGLang's sampler which rows it could not draw.
+load_plugins()
 
 BLOCK_SIZE = 4
 NUM_CONTINUATIONS = 200_000
