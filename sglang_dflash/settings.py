@@ -21,6 +21,8 @@ class Settings:
         waits: so many times in a row the GPU has to have waited for the host before that counts as what a cycle costs.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
+        tried_at_once: where a cycle tries more drafts than this, it counts as several.
+        fading: what is left of the seconds that a width is taken to need after a cycle of another width.
         timed_every: cycles between two whose stages are timed, with `--enable-metrics`.
         context_tokens: that are appended to the drafter's context at a time: bounds the memory of a long prompt.
         slots_ahead: KV slots that are reserved for a request beyond what a cycle may need, so that not every cycle of a
@@ -36,6 +38,8 @@ class Settings:
     waits: int = 4
     newest: float = 0.2
     decay: float = 0.99
+    tried_at_once: int = 10
+    fading: float = 0.999
     timed_every: int = 8
     context_tokens: int = 4096
     slots_ahead: int = 64

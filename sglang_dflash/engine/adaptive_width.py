@@ -13,8 +13,10 @@ smaller ones are the beginnings.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Protocol
@@ -53,8 +55,10 @@ class _Rates:
         self._tried, self._accepted = ([1.0] * count for _ in range(2))
 
     def add(self, j: int, tried: int, accepted: int) -> None:
-        self._tried[j] = SETTINGS.decay * self._tried[j] + tried
-        self._accepted[j] = SETTINGS.decay * self._accepted[j] + accepted
+        # A large batch tells as much in a few cycles, and begins one text as another ends.
+        decay = SETTINGS.decay ** max(1.0, tried / SETTINGS.tried_at_once)
+        self._tried[j] = decay * self._tried[j] + tried
+        self._accepted[j] = decay * self._accepted[j] + accepted
 
     def __iter__(self) -> Iterator[float]:
         return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
@@ -96,50 +100,95 @@ class TreeGains:
         return list(accumulate(self._rates))
 
 
-class MeasuredCost:
-    """What cycles have taken that are run without a graph: on a CPU, which is busy with nothing else meanwhile.
+@dataclass
+class _Average:
+    """Of the cycles of one width whose batches are about as large; the last ones count most."""
 
-    Batches of 5 to 8 requests, of 9 to 16 and so on are one size, of which a request's share is kept: clients come and
-    go, and each of their numbers would be found out anew.
+    bs: float
+    seconds: float
+
+    def add(self, bs: int, seconds: float) -> None:
+        self.bs += SETTINGS.newest * (bs - self.bs)
+        # One that was held up, by a pause say, does not count as what it took.
+        self.seconds += SETTINGS.newest * (min(seconds, 2 * self.seconds) - self.seconds)
+
+
+class MeasuredCost:
+    """What steps take whose cycles run without a graph: on a CPU, which is busy with nothing else meanwhile.
+
+    Batches of 5 to 8 requests, of 9 to 16 and so on are of one size, of which an average is kept, and a width's seconds
+    are on a line from one to the next: clients come and go, and each of their numbers would be found out anew. What is
+    not tried is taken to need a little less from cycle to cycle, as other things may have run when it was.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)
         self._has_begun: set[tuple[int, int]] = set()
-        # A request's share, by size and then by width.
-        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        # By width and then by size.
+        self._averages: dict[int, dict[int, _Average]] = {width: {} for width in widths}
+        # Cycles since each width was tried.
+        self._untried = dict.fromkeys(widths, 0)
+        # When the last step began, and the batch size and width of its cycle.
+        self._begun, self._running = 0.0, None
+
+    def begin_step(self, now: float, is_cycle: bool) -> None:
+        """A step begins, of whatever kind. Only between two cycles has a server done nothing else, nor waited."""
+        if self._running is not None and is_cycle:
+            self._add(*self._running, now - self._begun)
+        self._begun, self._running = now, None
+
+    def begin_cycle(self, bs: int, width: int) -> None:
+        """This step is a cycle without a graph."""
+        self._running = bs, width
+        for other in self._widths:
+            self._untried[other] += 1
+        self._untried[width] = 0
 
     def __call__(self, bs: int, width: int) -> float:
-        """Seconds; 0 where nothing is known. Of those that have not been tried, the narrowest takes at least what
+        """Seconds; 0 where nothing is known. Of the widths that have not been tried, the narrowest takes at least what
         narrower ones say, and others have to wait."""
-        known = self._seconds[self._size(bs)]
-        if width in known:
-            return bs * known[width]
+        seconds = self._measured(bs, width)
+        if seconds is not None:
+            return seconds * SETTINGS.fading ** self._untried[width]
         narrower = [other for other in self._widths if other < width]
         if not narrower:
             return 0.0
-        if any(other not in known for other in narrower):
+        known = [self._measured(bs, other) for other in narrower]
+        if None in known:
             return math.inf
-        seconds = known[narrower[-1]]
+        seconds = known[-1]
         if len(narrower) > 1:
-            slope = (seconds - known[narrower[-2]]) / (narrower[-1] - narrower[-2])
+            slope = (seconds - known[-2]) / (narrower[-1] - narrower[-2])
             # Half, as the rows behind the first have brought the drafter's forward along.
             seconds += max(0.0, slope) / (2 if len(narrower) == 2 else 1) * (width - narrower[-1])
-        return bs * seconds
+        return seconds
 
-    def add(self, bs: int, width: int, seconds: float) -> None:
-        """Of one cycle; they are averaged, the last ones most. The first of a kind does not count: it may have to make
-        what the others need."""
-        kind, share = (self._size(bs), width), seconds / bs
-        if kind in self._has_begun:
-            of_size = self._seconds[kind[0]]
-            known = of_size.get(width, share)
-            of_size[width] = known + SETTINGS.newest * (share - known)
-        self._has_begun.add(kind)
+    def _measured(self, bs: int, width: int) -> float | None:
+        averages = sorted(self._averages[width].values(), key=lambda average: average.bs)
+        # Lines say little about batches much smaller or larger than all that were tried.
+        if averages and averages[0].bs / 2 <= bs <= 2 * averages[-1].bs:
+            return _on_line(averages, bs)
+        return None
 
-    @staticmethod
-    def _size(bs: int) -> int:
-        return (bs - 1).bit_length()
+    def _add(self, bs: int, width: int, seconds: float) -> None:
+        """The first of a kind does not count: it may have to make what the others need."""
+        size = (bs - 1).bit_length()
+        if (size, width) in self._has_begun:
+            self._averages[width].setdefault(size, _Average(bs, seconds)).add(bs, seconds)
+        self._has_begun.add((size, width))
+
+
+def _on_line(averages: Sequence[_Average], bs: int) -> float:
+    """Seconds of `bs` requests, by averages in the order of their batch sizes."""
+    nearest = min(averages, key=lambda average: abs(average.bs - bs))
+    share = nearest.seconds * bs / nearest.bs
+    if len(averages) == 1:
+        return share
+    i = min(max(1, bisect_left(averages, bs, key=lambda average: average.bs)), len(averages) - 1)
+    a, b = averages[i - 1 : i + 1]
+    seconds = a.seconds + (b.seconds - a.seconds) * (bs - a.bs) / (b.bs - a.bs)
+    # More requests take longer, and no more than their share.
+    return sorted((share, seconds, nearest.seconds))[1]
 
 
 class HostPace:

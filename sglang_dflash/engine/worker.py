@@ -143,6 +143,9 @@ class DFlashWorker(BaseSpecWorker):
         """
         if self._pace is not None:
             self._pace.begin_step(time.perf_counter(), self._cycle_ended.query())
+        if self._measured is not None:
+            # By one clock, as all ranks choose by it.
+            self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -181,12 +184,10 @@ class DFlashWorker(BaseSpecWorker):
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
         assert graphs is None or width == cycle.num_rows
         eager = _Eager(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
-        started = time.perf_counter()
-        with nullcontext() if self._tree_attention is None else self._tree_attention.serving():
-            step = cycle.run(forward_batch, block, in_shards, eager)
         if self._measured is not None:
-            self._measured.add(bs, width, self._of_first_rank(time.perf_counter() - started))
-        return step
+            self._measured.begin_cycle(bs, width)
+        with nullcontext() if self._tree_attention is None else self._tree_attention.serving():
+            return cycle.run(forward_batch, block, in_shards, eager)
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None

@@ -15,6 +15,7 @@ from sglang_dflash.engine.adaptive_width import (
     chain_widths,
     tree_widths,
 )
+from sglang_dflash.settings import SETTINGS
 
 WIDTHS = (1, 4, 8, 12, 16)
 
@@ -172,14 +173,26 @@ def test_one_width():
     assert run_chains(chains(lambda bs, rows: math.nan, widths=(16,)), 0.5, 10) == [16] * 10
 
 
-def serve(cost: MeasuredCost, true: dict[int, float], batch_sizes: list[int], acceptance: float) -> list[int]:
-    """The widths of cycles that take as long as `true` says per request, but for the first of each width."""
-    width, draw, chosen = chains(cost), random.Random(0), []
+def take(cost: MeasuredCost, cycles: list[tuple[int, int, float]], now: float = 0.0) -> None:
+    """Cycles of so many requests, of a width, that take so many seconds."""
+    for bs, width, seconds in cycles:
+        cost.begin_step(now, is_cycle=True)
+        cost.begin_cycle(bs, width)
+        now += seconds
+    cost.begin_step(now, is_cycle=True)
+
+
+def serve(true, batch_sizes: list[int], acceptance: float) -> list[int]:
+    """The widths of cycles that take `true(bs, width)` seconds, and the first of each width longer."""
+    cost, draw, chosen, now = MeasuredCost(WIDTHS), random.Random(0), [], 0.0
+    width = chains(cost)
     for bs in batch_sizes:
+        cost.begin_step(now, is_cycle=True)
         chosen.append(width.choose(bs))
         rows = chosen[-1]
+        cost.begin_cycle(bs, rows)
         # What is made once takes its time.
-        cost.add(bs, rows, bs * true[rows] + (100.0 if chosen.count(rows) == 1 else 0.0))
+        now += true(bs, rows) + (100.0 if chosen.count(rows) == 1 else 0.0)
         width.complete(chain_result(draw, rows, bs, acceptance))
     return chosen
 
@@ -187,13 +200,10 @@ def serve(cost: MeasuredCost, true: dict[int, float], batch_sizes: list[int], ac
 def test_measured_cost():
     """Widths are tried, the narrowest first and the first cycle of each aside, while narrower ones leave hope that they
     are best; then the one is chosen that measures best."""
-    cost = MeasuredCost(WIDTHS)
-    chosen = serve(cost, {1: 1.0, 4: 1.1, 8: 2.0, 12: 3.0, 16: 4.0}, [2] * 200, 0.7)
+    seconds = {1: 1.0, 4: 1.1, 8: 2.0, 12: 3.0, 16: 4.0}
+    chosen = serve(lambda bs, width: bs * seconds[width], [2] * 200, 0.7)
     assert chosen[:3] == [1, 1, 4] and 8 in chosen
     assert chosen[100:].count(4) > 90
-    assert cost(2, 4) == pytest.approx(2.2)
-    # Of a size that is another nothing is known.
-    assert cost(3, 1) == 0.0
 
 
 def test_measured_cost_of_a_busy_machine():
@@ -201,21 +211,78 @@ def test_measured_cost_of_a_busy_machine():
     blocks that cannot pay, and nearly all of the time goes into plain decoding."""
     draw = random.Random(1)
     batch_sizes = [draw.randint(17, 32) for _ in range(600)]
-    true = {width: 1.0 * width + (1.0 if width > 1 else 0.0) for width in WIDTHS}
-    chosen = serve(MeasuredCost(WIDTHS), true, batch_sizes, 0.5)
+
+    def true(bs: int, width: int) -> float:
+        return bs * (1.0 * width + (1.0 if width > 1 else 0.0))
+
+    chosen = serve(true, batch_sizes, 0.5)
     assert set(chosen) <= {1, 4, 8}
-    spent = sum(true[w] for w in chosen)
-    assert sum(true[w] for w in chosen if w > 1) < 0.06 * spent
+    cycles = list(zip(batch_sizes, chosen))
+    assert sum(true(bs, w) for bs, w in cycles if w > 1) < 0.06 * sum(true(bs, w) for bs, w in cycles)
 
 
-def test_cost_of_widths_that_were_not_tried():
+def test_clients_that_leave_one_by_one():
+    """Whether drafts pay changes with the batch; sizes between those that were tried need no try."""
+
+    def true(bs: int, width: int) -> float:
+        return 10 + bs * (0.5 if width == 1 else 0.5 * width + 0.5)
+
+    draw = random.Random(2)
+    batch_sizes = [draw.choice((1, 8, 60)) for _ in range(300)] + list(range(64, 0, -1)) * 4
+    chosen = serve(true, batch_sizes, 0.6)[300:]
+    tokens = {w: (1 - 0.6**w) / 0.4 for w in WIDTHS}
+    for repeat in range(4):
+        spent = lost = 0.0
+        for bs, width in zip(batch_sizes[300:][:64], chosen[64 * repeat :][:64]):
+            best = max(tokens[w] / true(bs, w) for w in WIDTHS)
+            spent += true(bs, width)
+            lost += true(bs, width) - tokens[width] / best
+        assert lost < 0.03 * spent
+
+
+def test_seconds_of_other_batch_sizes():
     cost = MeasuredCost(WIDTHS)
-    for width, seconds in ((1, 8.0), (1, 8.0), (4, 32.0), (4, 32.0)):
-        cost.add(8, width, seconds)
+    take(cost, [(8, 1, 99.0), (8, 1, 8.0)])
+    # A share, where one size has been tried; half or twice as many are not known by that.
+    assert cost(12, 1) == pytest.approx(12.0) and cost(4, 1) == pytest.approx(4.0)
+    assert cost(3, 1) == 0.0 and cost(17, 1) == 0.0
+    take(cost, [(40, 1, 99.0), (40, 1, 24.0)])
+    # A line: 4 seconds, and half a second for each request.
+    assert (
+        cost(24, 1) == pytest.approx(16.0) and cost(64, 1) == pytest.approx(36.0) and cost(5, 1) == pytest.approx(6.5)
+    )
+
+
+def test_what_else_happens_does_not_count():
+    cost = MeasuredCost(WIDTHS)
+    take(cost, [(8, 1, 9.0), (8, 1, 8.0)])
+    # A prefill, and whatever time passes until then.
+    cost.begin_step(100.0, is_cycle=True)
+    cost.begin_cycle(8, 1)
+    cost.begin_step(200.0, is_cycle=False)
+    cost.begin_step(300.0, is_cycle=True)
+    assert cost(8, 1) == pytest.approx(8.0)
+    # A pause between two cycles.
+    take(cost, [(8, 1, 1000.0)], 300.0)
+    assert cost(8, 1) < 10.0
+
+
+def test_a_width_that_was_held_up_is_tried_again():
+    cost = MeasuredCost(WIDTHS)
+    take(cost, [(8, 1, 9.0), (8, 1, 80.0), *(3 * [(8, 4, 10.0)])])
+    now = cost(8, 1)
+    take(cost, 100 * [(8, 4, 10.0)])
+    assert 0.85 * now < cost(8, 1) < 0.95 * now
+    assert cost(8, 4) == pytest.approx(10.0)
+
+
+def test_cost_of_widths_that_were_not_tried(monkeypatch):
+    monkeypatch.setattr(SETTINGS, "fading", 1.0)
+    cost = MeasuredCost(WIDTHS)
+    take(cost, [(8, 1, 8.0), (8, 1, 8.0), (8, 4, 32.0), (8, 4, 32.0)])
     # Half of what rows have cost so far.
     assert cost(8, 8) == pytest.approx(32.0 + 4 * 4.0) and cost(5, 8) == pytest.approx(5 / 8 * cost(8, 8))
     # Wider ones wait until that is known.
     assert cost(8, 12) == math.inf
-    for _ in range(2):
-        cost.add(8, 8, 40.0)
+    take(cost, [(8, 8, 40.0), (8, 8, 40.0)])
     assert cost(8, 12) == pytest.approx(40.0 + 4 * 2.0)
