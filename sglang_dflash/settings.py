@@ -22,6 +22,7 @@ class Settings:
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         tried_at_once: where a cycle tries more drafts than this, it counts as several.
+        doubt: how many times the seconds that were measured on a CPU more rows than one are taken to need.
         fading: what is left of the seconds that a width is taken to need after a cycle of another width.
         timed_every: cycles between two whose stages are timed, with `--enable-metrics`.
         context_tokens: that are appended to the drafter's context at a time: bounds the memory of a long prompt.
@@ -39,6 +40,7 @@ class Settings:
     newest: float = 0.2
     decay: float = 0.99
     tried_at_once: int = 10
+    doubt: float = 1.05
     fading: float = 0.999
     timed_every: int = 8
     context_tokens: int = 4096

@@ -118,7 +118,8 @@ class MeasuredCost:
 
     Batches of 5 to 8 requests, of 9 to 16 and so on are of one size, of which an average is kept, and a width's seconds
     are on a line from one to the next: clients come and go, and each of their numbers would be found out anew. What is
-    not tried is taken to need a little less from cycle to cycle, as other things may have run when it was.
+    not tried is taken to need a little less from cycle to cycle, as other things may have run when it was. More rows
+    have to be better than one by more than such measurements are unsure of.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -148,9 +149,10 @@ class MeasuredCost:
         """Seconds; 0 where nothing is known. Of the widths that have not been tried, the narrowest takes at least what
         narrower ones say, and others have to wait."""
         seconds = self._measured(bs, width)
-        if seconds is not None:
-            return seconds * SETTINGS.fading ** self._untried[width]
         narrower = [other for other in self._widths if other < width]
+        if seconds is not None:
+            doubt = SETTINGS.doubt if narrower else 1.0
+            return seconds * doubt * SETTINGS.fading ** self._untried[width]
         if not narrower:
             return 0.0
         known = [self._measured(bs, other) for other in narrower]

@@ -273,11 +273,12 @@ def test_a_width_that_was_held_up_is_tried_again():
     now = cost(8, 1)
     take(cost, 100 * [(8, 4, 10.0)])
     assert 0.85 * now < cost(8, 1) < 0.95 * now
-    assert cost(8, 4) == pytest.approx(10.0)
+    assert cost(8, 4) == pytest.approx(10.0 * SETTINGS.doubt)
 
 
 def test_cost_of_widths_that_were_not_tried(monkeypatch):
     monkeypatch.setattr(SETTINGS, "fading", 1.0)
+    monkeypatch.setattr(SETTINGS, "doubt", 1.0)
     cost = MeasuredCost(WIDTHS)
     take(cost, [(8, 1, 8.0), (8, 1, 8.0), (8, 4, 32.0), (8, 4, 32.0)])
     # Half of what rows have cost so far.
