@@ -41,7 +41,7 @@ class Settings:
     decay: float = 0.99
     tried_at_once: int = 10
     doubt: float = 1.05
-    fading: float = 0.999
+    fading: float = 0.9995
     timed_every: int = 8
     context_tokens: int = 4096
     slots_ahead: int = 64

@@ -272,7 +272,7 @@ def test_a_width_that_was_held_up_is_tried_again():
     take(cost, [(8, 1, 9.0), (8, 1, 80.0), *(3 * [(8, 4, 10.0)])])
     now = cost(8, 1)
     take(cost, 100 * [(8, 4, 10.0)])
-    assert 0.85 * now < cost(8, 1) < 0.95 * now
+    assert cost(8, 1) == pytest.approx(now * SETTINGS.fading**100)
     assert cost(8, 4) == pytest.approx(10.0 * SETTINGS.doubt)
 
 
