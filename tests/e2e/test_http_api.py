@@ -97,6 +97,8 @@ def test_updating_the_drafters_weights(pair, prompts, oracle, tmp_path):
     answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(worse)})
     assert answer["success"], answer["message"]
     by_worse = pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=64))
+    # Which waits for the step behind the answer; an update does not.
+    pair.dflash.flush_cache()
     answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(DRAFTER_DIR)})
     assert answer["success"], answer["message"]
 
