@@ -127,8 +127,8 @@ class MeasuredCost:
         self._has_begun: set[tuple[int, int]] = set()
         # By width and then by size.
         self._averages: dict[int, dict[int, _Average]] = {width: {} for width in widths}
-        # Cycles since each width was tried.
-        self._untried = dict.fromkeys(widths, 0)
+        # So far, and until each width was last tried.
+        self._cycles, self._tried = 0, dict.fromkeys(widths, 0)
         # When the last step began, and the batch size and width of its cycle.
         self._begun, self._running = 0.0, None
 
@@ -141,9 +141,8 @@ class MeasuredCost:
     def begin_cycle(self, bs: int, width: int) -> None:
         """This step is a cycle without a graph."""
         self._running = bs, width
-        for other in self._widths:
-            self._untried[other] += 1
-        self._untried[width] = 0
+        self._cycles += 1
+        self._tried[width] = self._cycles
 
     def __call__(self, bs: int, width: int) -> float:
         """Seconds; 0 where nothing is known. Of the widths that have not been tried, the narrowest takes at least what
@@ -152,7 +151,7 @@ class MeasuredCost:
         narrower = [other for other in self._widths if other < width]
         if seconds is not None:
             doubt = SETTINGS.doubt if narrower else 1.0
-            return seconds * doubt * SETTINGS.fading ** self._untried[width]
+            return seconds * doubt * SETTINGS.fading ** (self._cycles - self._tried[width])
         if not narrower:
             return 0.0
         known = [self._measured(bs, other) for other in narrower]

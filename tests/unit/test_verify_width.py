@@ -3,6 +3,7 @@
 import math
 import random
 from functools import partial
+from itertools import count
 
 import pytest
 
@@ -267,15 +268,13 @@ def test_what_else_happens_does_not_count():
 
 
 def test_a_width_that_was_held_up_is_tried_again():
-    cost, draw, now = MeasuredCost(WIDTHS), random.Random(0), 0.0
-    width, chosen = chains(cost), []
-    for i in range(2000):
-        cost.begin_step(now, is_cycle=True)
-        chosen.append(width.choose(8))
-        cost.begin_cycle(8, chosen[-1])
+    cycle = count()
+
+    def true(bs: int, width: int) -> float:
         # One row is best, but was held up when it was tried.
-        now += {1: 8.0 if i > 10 else 16.0, 4: 16.0}.get(chosen[-1], 40.0)
-        width.complete(chain_result(draw, chosen[-1], 8, acceptance=0.3))
+        return {1: 8.0 if next(cycle) > 10 else 16.0, 4: 16.0}.get(width, 40.0)
+
+    chosen = serve(true, [8] * 2000, 0.3)
     assert chosen[50:400].count(4) > 300
     assert chosen[-500:].count(1) > 450
 
