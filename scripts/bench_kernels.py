@@ -33,6 +33,7 @@ from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
 from sglang_dflash.ops.kernels.attend_trees import split_trees
+from sglang_dflash.ops.reference.shortlist_argmax import quantize_rows
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -252,6 +253,15 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
+def shortlist_argmax(bs: int, args: argparse.Namespace) -> Case:
+    """Of all rows of blocks but the first; float16, as Triton's interpreter has no products of bfloat16."""
+    x = torch.randn(bs, BLOCK_SIZE, HIDDEN, device=DEVICE).half()[:, 1:]
+    weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
+    numbers, scales = quantize_rows(weight)
+    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + CANDIDATES * weight.itemsize)
+    return Case((x, weight, numbers, scales), num_bytes)
+
+
 def attend_trees(bs: int, args: argparse.Namespace) -> Case:
     return attention(seq_lens(bs, args))
 
@@ -365,6 +375,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     apply_penalties,
     add_rms_norm,
     linear_few_rows,
+    shortlist_argmax,
     attend_trees,
     attend_short_trees,
     attend_one_long_tree,
@@ -497,7 +508,7 @@ def main() -> None:
     }
     measured = [measure(make, bs, args) for make in KERNELS for bs in args.batch]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}, indent=1) + "\n")
+    Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}, separators=(",", ":")) + "\n")
     text = report(setup, measured, args.out.name.replace("_", " "))
     Path(f"{args.out}.md").write_text(text)
     print(text)

@@ -7,6 +7,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash.draft.model import DFlashDraftModel
+from sglang_dflash.draft.shortlist import Shortlist
 from sglang_dflash.verify.vocab_argmax import VocabArgmax
 from sglang_dflash.verify.vocab_top import VocabTop
 
@@ -32,6 +33,7 @@ class DraftHead:
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
         self._top = VocabTop(lm_head, tp_group, k)
+        self._shortlist = Shortlist.of(lm_head) if k == 1 else None
         self._target_tokens = target_tokens
 
     @classmethod
@@ -54,7 +56,11 @@ class DraftHead:
             [bs, W] int64: the bonus token and W - 1 draft tokens.
         """
         bs, width = block_ids.shape
-        tokens = self._in_target(self._argmax(self._logits(hidden_states, bs)))
+        if self._shortlist is None:
+            tokens = self._argmax(self._logits(hidden_states, bs))
+        else:
+            tokens = self._argmax.of_one_part(*self._shortlist(_drafting_rows(hidden_states, bs)))
+        tokens = self._in_target(tokens)
         return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)
 
     def candidates(self, hidden_states: torch.Tensor, bs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,11 +79,14 @@ class DraftHead:
         return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
 
     def _logits(self, hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
-        """[bs * (W - 1), columns of the shard], of all rows but the first of each block, which predicts the bonus
-        token: that is known."""
-        rows = hidden_states.unflatten(0, (bs, -1))[:, 1:].flatten(0, 1)
-        return self._lm_head.quant_method.apply(self._lm_head, rows)
+        """[bs * (W - 1), columns of the shard]."""
+        return self._lm_head.quant_method.apply(self._lm_head, _drafting_rows(hidden_states, bs).flatten(0, 1))
 
     def _in_target(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's tokens for those of this head."""
         return tokens if self._target_tokens is None else self._target_tokens[tokens]
+
+
+def _drafting_rows(hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
+    """[bs, W - 1, H]: all rows but the first of each block, which predicts the bonus token: that is known."""
+    return hidden_states.unflatten(0, (bs, -1))[:, 1:]

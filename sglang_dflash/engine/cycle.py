@@ -136,6 +136,7 @@ class DecodeCycle:
         self,
         draft_runner: ModelRunner,
         target_model: nn.Module,
+        head: DraftHead,
         block_size: int,
         window: DraftWindow | None,
         states: RecurrentState | None,
@@ -154,9 +155,8 @@ class DecodeCycle:
         self._model = draft_runner.model
         self._window = window
         self._states = states
-        tp_group = get_parallel().tp_group
-        self._head = DraftHead.of(self._model, target_model.lm_head, tp_group, self.num_candidates)
-        self.logits = VerifyLogits(target_model, tp_group)
+        self._head = head
+        self.logits = VerifyLogits(target_model, get_parallel().tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
 

@@ -40,6 +40,7 @@ from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.cpu import packed_linear
+from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive_width import (
@@ -116,10 +117,12 @@ class DFlashWorker(BaseSpecWorker):
                 add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
-        # Before SGLang sizes its pools by the memory that is left. Request slots are no more than running requests, and
-        # one for padding.
+        tp_group = get_parallel().tp_group
+        # Before SGLang sizes its pools by the memory that is left.
+        self._head = DraftHead.of(draft_model, target_model.lm_head, tp_group, self._num_candidates)
+        # Request slots are no more than running requests, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
-        self._sampler = BlockSampler(target_worker.model_runner, num_slots, get_parallel().tp_group)
+        self._sampler = BlockSampler(target_worker.model_runner, num_slots, tp_group)
         # Equal on all tensor-parallel ranks, which run the same cycles.
         self._seeds = random.Random(target_worker.random_seed)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
@@ -392,6 +395,7 @@ class DFlashWorker(BaseSpecWorker):
         arguments = (
             self.draft_model_runner,
             target_runner.model,
+            self._head,
             self.block_size,
             window,
             self._states,

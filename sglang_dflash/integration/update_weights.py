@@ -28,6 +28,7 @@ from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
 from sglang_dflash.checkpoint.tensors import tensor_problems
 from sglang_dflash.cpu import packed_linear
+from sglang_dflash.draft import shortlist
 from sglang_dflash.inspect import read_drafter, tensor_shapes
 from sglang_dflash.integration.admin import AdminError, describe
 from sglang_dflash.integration.arguments import is_dflash, serves_dflash
@@ -133,6 +134,7 @@ def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
         logger.exception("A weight update failed.")
         success, message, has_loaded = False, describe(error), True
     packed_linear.forget_weights()
+    shortlist.weights_have_changed()
     _agree(None if success else message, has_loaded)
     return success, message
 

@@ -418,6 +418,14 @@ USES = (
         ),
     ),
     Use(
+        "draft/shortlist.py",
+        "the weights of an lm_head are read past its method, where that multiplies by them and no more",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
+            "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding",
+        ),
+    ),
+    Use(
         "cpu/packed_linear.py",
         "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
         (

@@ -65,8 +65,15 @@ class VocabArgmax:
         if not keys:
             # A small vocabulary does not reach the last ranks.
             keys = [torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)]
-        best = torch.stack(keys).amax(dim=0, keepdim=True)
-        return unpack(self._tp_group.all_gather(best, dim=0).amax(dim=0))
+        return self._exchange(torch.stack(keys).amax(dim=0))
+
+    def of_one_part(self, maxima: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """The same, where this rank's shard is one part of the vocabulary, of its best logits and their columns."""
+        [(_, _, first_token)] = self._parts
+        return columns if self._is_whole else self._exchange(pack(maxima, columns, first_token))
+
+    def _exchange(self, best: torch.Tensor) -> torch.Tensor:
+        return unpack(self._tp_group.all_gather(best[None], dim=0).amax(dim=0))
 
 
 def pack(logits: torch.Tensor, columns: torch.Tensor, first_token: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.verify.vocab_argmax import pack, unpack
@@ -60,13 +61,35 @@ def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
     return lm_head
 
 
+def with_best(logits: torch.Tensor) -> torch.Tensor:
+    """Whose best token in every row is far from the others, as float8 tells apart."""
+    best = torch.arange(NUM_ROWS) * 37 % logits.shape[1]
+    return logits.scatter(1, best[:, None], 30.0)
+
+
+def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[NUM_ROWS, 2] blocks, before the lm_head's weights change and after."""
+    lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)
+    head, block = DraftHead(lm_head, get_tp_group(), 1), torch.full((NUM_ROWS, 2), 3)
+    assert type(head._shortlist) is shortlist.Shortlist or not lm_head.shard_indices.num_org_elements
+    before = head(block, hidden_states)
+    lm_head.weight.data.copy_(lm_head_of(changed, 0).weight)
+    shortlist.weights_have_changed()
+    return before, head(block, hidden_states)
+
+
+def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
+    """Of two rows each; the first one's are never looked at."""
+    rows = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1)
+    return rows.to(dtype).view(2 * NUM_ROWS, NUM_ROWS)
+
+
 def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
-    """[NUM_ROWS, 2] blocks whose second token has the row's logits; the first one's are never looked at. And the
+    """[NUM_ROWS, 2] blocks whose second token has the row's logits. And the
     candidates for that token, their logits and the rows' sums, see `DraftHead.candidates`."""
     k = min(CANDIDATES, logits.shape[1])
     head = DraftHead(lm_head_of(logits, num_added), get_tp_group(), k)
-    hidden_states = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1).to(logits.dtype)
-    hidden_states = hidden_states.view(2 * NUM_ROWS, NUM_ROWS)
+    hidden_states = hidden_states_of(logits.dtype)
     block = head(torch.full((NUM_ROWS, 2), 3), hidden_states)
     return block, *(values[:, 0] for values in head.candidates(hidden_states, NUM_ROWS))
 
@@ -91,6 +114,12 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
             logits = logits_of(vocabulary, dtype)
             drafts["exact", vocabulary, dtype] = draft(logits, num_added)
             drafts["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
+    # As if there were a GPU on which it is faster, and the vocabularies large.
+    shortlist.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
+    for vocabulary, num_added in VOCABULARIES:
+        if not num_added:
+            logits = with_best(logits_of(vocabulary, torch.bfloat16))
+            drafts["shortlist", vocabulary] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     torch.save(drafts, f"{folder}/{rank}")
 
 
@@ -130,6 +159,15 @@ def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
         block, *_ = drafts["exact", vocabulary, dtype]
         assert block[:, 0].tolist() == [3] * NUM_ROWS
         assert block[:, 1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("vocabulary", [vocabulary for vocabulary, num_added in VOCABULARIES if not num_added])
+def test_every_rank_has_the_argmax_by_shortlist(ranks, world_size, vocabulary):
+    logits = with_best(logits_of(vocabulary, torch.bfloat16))
+    for drafts in ranks(world_size):
+        for logits_then, block in zip((logits, logits.roll(1, dims=0)), drafts["shortlist", vocabulary], strict=True):
+            assert block[:, 1].tolist() == logits_then.argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -1,0 +1,77 @@
+"""Draft tokens by a shortlist: a copy of the lm_head in float8 says which tokens are worth computing.
+
+The lm_head is what a drafter reads most of, and all that a block is asked of it is each row's best token. Its weights
+in float8 are half as many bytes; what they name as best of every 128 tokens is close, and the eight best of those are
+computed by the weights as they are, so that hardly a draft is another one. What is committed is the target's choice
+either way. Of trees, whose probabilities are over all tokens, every logit is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_dflash import ops
+from sglang_dflash.ops.reference.shortlist_argmax import DEPTH, FLOAT8, quantize_rows
+from sglang_dflash.ops.small_m_linear import is_measured
+from sglang_dflash.verify.vocab_argmax import vocab_parts
+
+logger = logging.getLogger(__name__)
+
+# The smallest lm_head that is taken: smaller ones are read so fast that launches count.
+_MIN_NUMBERS = 1 << 28
+# Rows that are quantised at a time, which takes memory for them in float32.
+_ROWS = 8192
+
+_shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
+
+
+class Shortlist:
+    """Finds the best token of this rank's shard of an lm_head, for every row of a drafter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """
+        Args:
+            weight: [N, K] bfloat16 or float16, contiguous, of the shard's vocabulary without padding. It may change:
+                see :func:`weights_have_changed`.
+        """
+        self._weight = weight
+        # In memory that stays: CUDA graphs hold its address.
+        self._numbers = torch.empty_like(weight, dtype=FLOAT8)
+        self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        self.quantize()
+        _shortlists.add(self)
+
+    @classmethod
+    def of(cls, lm_head: VocabParallelEmbedding) -> Shortlist | None:
+        """Of an lm_head that gains by it."""
+        parts = vocab_parts(lm_head)
+        if type(lm_head.quant_method) is not UnquantizedEmbeddingMethod or len(parts) != 1:
+            return None
+        first, num_columns, _ = parts[0]
+        weight = lm_head.weight.data[first : first + num_columns]
+        if not is_measured(weight) or weight.numel() < _MIN_NUMBERS or weight.shape[1] % DEPTH:
+            return None
+        logger.info("Drafts are chosen by a copy of the lm_head in float8, %d MiB.", weight.numel() >> 20)
+        return cls(weight)
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows [bs, rows of each, K]: their largest logits, [bs * rows], and the columns of the shard's vocabulary
+        that have them, int64."""
+        return ops.shortlist_argmax(hidden_states, self._weight, self._numbers, self._scales)
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        for start in range(0, self._weight.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            self._numbers[rows], self._scales[rows] = quantize_rows(self._weight[rows])
+
+
+def weights_have_changed() -> None:
+    """Those of an lm_head of this process, maybe."""
+    for shortlist in _shortlists:
+        shortlist.quantize()
