@@ -254,9 +254,11 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
 
 
 def shortlist_argmax(bs: int, args: argparse.Namespace) -> Case:
-    """Of all rows of blocks but the first; float16, as Triton's interpreter has no products of bfloat16."""
-    x = torch.randn(bs, BLOCK_SIZE, HIDDEN, device=DEVICE).half()[:, 1:]
+    """Of all rows of blocks but the first, each like one token's; float16, as Triton's interpreter has no products of
+    bfloat16."""
     weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
+    like = integers(args.vocab, bs * BLOCK_SIZE)
+    x = (weight[like] + torch.randn(len(like), HIDDEN, device=DEVICE).half()).view(bs, BLOCK_SIZE, HIDDEN)[:, 1:]
     numbers, scales = quantize_rows(weight)
     num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + CANDIDATES * weight.itemsize)
     return Case((x, weight, numbers, scales), num_bytes)
