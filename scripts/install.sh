@@ -56,7 +56,7 @@ install_into_venv() {
         say "making .venv with $("$base" --version)"
         "$base" -m venv --clear "$venv"
     fi
-    local -a pip=("$PYTHON" -m pip --disable-pip-version-check -qq install) index=()
+    local -a pip=("$PYTHON" -m pip --disable-pip-version-check -qq install)
     say "installing the pinned packages of requirements/cpu.txt (600 MB, about 2 minutes)"
     "${pip[@]}" -r "$REPO/requirements/cpu.txt"
     say "installing SGLang $SGLANG_VERSION"
