@@ -67,6 +67,8 @@ class DFlashConfig:
         draft_vocab_size: tokens of a drafter that has an lm_head of its own, for a part of the target's vocabulary;
             None where it drafts with the target's.
         input_embedding_scale: what the rows of the target's embedding table are multiplied by.
+        output_multiplier, final_logit_softcapping: what logits are multiplied by, and then capped at by a tanh; None if
+            they are not.
         rope_type: "default", "linear", "yarn" or "llama3".
         is_speculators: in the speculators format, else in z-lab's.
     """
@@ -86,6 +88,8 @@ class DFlashConfig:
     layers: tuple[LayerAttention, ...]
     draft_vocab_size: int | None
     input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float | None
     rope_type: str
     is_speculators: bool
 
@@ -129,9 +133,6 @@ class DFlashConfig:
         for field, off in (("attention_sink_bias", False), ("attention_value_scale", 1), ("conv_kernel_size", 0)):
             if read.get(field) not in (None, off):
                 raise read.error(field, read.get(field), f"{json.dumps(off)} or nothing")
-        # They change no argmax, which is all that is made of a drafter's logits.
-        for field in ("output_multiplier", "final_logit_softcapping"):
-            read.positive_number(field, default=1.0)
         return cls(
             path=path,
             hidden_size=hidden_size,
@@ -148,6 +149,8 @@ class DFlashConfig:
             layers=read.layers(num_layers),
             draft_vocab_size=read.draft_vocab_size(vocab_size),
             input_embedding_scale=read.positive_number("input_embedding_scale", default=1.0),
+            output_multiplier=read.positive_number("output_multiplier", default=1.0),
+            final_logit_softcapping=read.positive_number("final_logit_softcapping", default=None),
             rope_type=config["rope_parameters"]["rope_type"],
             is_speculators=is_speculators,
         )
@@ -287,7 +290,7 @@ class _Reader:
             raise self.error(field, value, "a positive integer")
         return value
 
-    def positive_number(self, field: str, default: float) -> float:
+    def positive_number(self, field: str, default: float | None) -> float | None:
         value = self.get(field)
         if value is None:
             return default

@@ -21,6 +21,8 @@ class DraftHead:
         tp_group: GroupCoordinator,
         k: int,
         target_tokens: torch.Tensor | None = None,
+        multiplier: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         """
         Args:
@@ -29,21 +31,30 @@ class DraftHead:
             k: candidates for every row.
             target_tokens: [draft vocabulary] int64, ascending: the target's token for each of the drafter's; None where
                 they are the same.
+            multiplier, softcap: what logits are multiplied by, and then capped at.
         """
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
         self._top = VocabTop(lm_head, tp_group, k)
         self._shortlist = Shortlist.of(lm_head) if k == 1 else None
         self._target_tokens = target_tokens
+        self._multiplier, self._softcap = multiplier, softcap
 
     @classmethod
     def of(
         cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, k: int
     ) -> DraftHead:
         """The head that a drafter drafts with."""
-        if drafter.dflash_config.draft_vocab_size is None:
-            return cls(target_lm_head, tp_group, k)
-        return cls(drafter.lm_head, tp_group, k, drafter.target_tokens)
+        config = drafter.dflash_config
+        scale = {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcapping}
+        if config.draft_vocab_size is None:
+            return cls(target_lm_head, tp_group, k, **scale)
+        return cls(drafter.lm_head, tp_group, k, drafter.target_tokens, **scale)
+
+    def refresh(self) -> None:
+        """Before a forward: take note of weights that have changed."""
+        if self._shortlist is not None:
+            self._shortlist.refresh()
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fill in a block.
@@ -74,7 +85,11 @@ class DraftHead:
             logits: [bs, W - 1, k] float32, theirs.
             log_sums: [bs, W - 1] float32; `logits - log_sums` are log probabilities.
         """
-        logits, tokens, log_sums = self._top(self._logits(hidden_states, bs))
+        # What changes no order, but how probable tokens are.
+        logits = self._logits(hidden_states * self._multiplier if self._multiplier != 1.0 else hidden_states, bs)
+        if self._softcap is not None:
+            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        logits, tokens, log_sums = self._top(logits)
         shape = (bs, -1, logits.shape[1])
         return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
 

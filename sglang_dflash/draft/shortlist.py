@@ -14,18 +14,19 @@ import weakref
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
+from sglang_dflash.ops import small_m_linear
 from sglang_dflash.ops.reference.shortlist_argmax import DEPTH, FLOAT8, quantize_rows
-from sglang_dflash.ops.small_m_linear import is_measured
 from sglang_dflash.verify.vocab_argmax import vocab_parts
 
 logger = logging.getLogger(__name__)
 
 # The smallest lm_head that is taken: smaller ones are read so fast that launches count.
 _MIN_NUMBERS = 1 << 28
-# Rows that are quantised at a time, which takes memory for them in float32.
-_ROWS = 8192
+# Rows that are quantised at a time, which takes memory for them in float32, three times.
+_ROWS = 1024
 
 _shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
 
@@ -43,20 +44,25 @@ class Shortlist:
         # In memory that stays: CUDA graphs hold its address.
         self._numbers = torch.empty_like(weight, dtype=FLOAT8)
         self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-        self.quantize()
+        self._is_stale = True
+        self.refresh()
         _shortlists.add(self)
 
     @classmethod
     def of(cls, lm_head: VocabParallelEmbedding) -> Shortlist | None:
-        """Of an lm_head that gains by it."""
+        """Of an lm_head that gains by it, where products may be others than SGLang's."""
+        if not small_m_linear.may_replace():
+            return None
         parts = vocab_parts(lm_head)
         if type(lm_head.quant_method) is not UnquantizedEmbeddingMethod or len(parts) != 1:
             return None
         first, num_columns, _ = parts[0]
         weight = lm_head.weight.data[first : first + num_columns]
-        if not is_measured(weight) or weight.numel() < _MIN_NUMBERS or weight.shape[1] % DEPTH:
+        if not small_m_linear.is_measured(weight) or weight.numel() < _MIN_NUMBERS or weight.shape[1] % DEPTH:
             return None
-        logger.info("Drafts are chosen by a copy of the lm_head in float8, %d MiB.", weight.numel() >> 20)
+        log_info_on_rank0(
+            logger, f"Drafts are chosen by a copy of the lm_head in float8, {weight.numel() >> 20} MiB of each GPU."
+        )
         return cls(weight)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,13 +71,17 @@ class Shortlist:
         return ops.shortlist_argmax(hidden_states, self._weight, self._numbers, self._scales)
 
     @torch.no_grad()
-    def quantize(self) -> None:
+    def refresh(self) -> None:
+        """Before a forward: make the copy anew if weights have changed."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
         for start in range(0, self._weight.shape[0], _ROWS):
             rows = slice(start, start + _ROWS)
             self._numbers[rows], self._scales[rows] = quantize_rows(self._weight[rows])
 
 
 def weights_have_changed() -> None:
-    """Those of an lm_head of this process, maybe."""
+    """Those of an lm_head of this process, maybe. Updates come in parts, so copies wait for the next forward."""
     for shortlist in _shortlists:
-        shortlist.quantize()
+        shortlist._is_stale = True

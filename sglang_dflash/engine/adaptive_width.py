@@ -259,9 +259,10 @@ class VerifyWidth:
             least: what it costs at least, whatever the width.
         """
         best = self._widths[-1]
-        if len(self._widths) > 1:
+        known = {width: self._cost(bs, width) for width in self._widths} if len(self._widths) > 1 else {}
+        # Without a graph all rows are verified.
+        if min(known.values(), default=math.inf) < math.inf:
             tokens = self._gains.expected_tokens()
-            known = {width: self._cost(bs, width) for width in self._widths}
             costs = {width: max(cost + more, least) if cost else 0.0 for width, cost in known.items()}
             best = max(self._widths, key=lambda w: tokens[w - 1] / costs[w] if costs[w] else math.inf)
             if costs[best]:

@@ -411,11 +411,9 @@ class CycleGraphs:
         return self._whole.padded(bs) if self._whole.has(bs) else bs
 
     def cost(self, bs: int, width: int) -> float:
-        """What a cycle takes, in seconds. Where there is no graph, all rows are verified."""
+        """What a cycle takes, in seconds; inf where there is no graph."""
         runner = self._runners[width]
-        if not runner.has(bs):
-            return 1.0 if runner is self._whole else math.inf
-        return self._seconds[runner.padded(bs), width]
+        return self._seconds[runner.padded(bs), width] if runner.has(bs) else math.inf
 
     def _time(self) -> dict[tuple[int, int], float]:
         """What a cycle of each size and width takes.

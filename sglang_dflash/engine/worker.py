@@ -149,6 +149,7 @@ class DFlashWorker(BaseSpecWorker):
         if self._measured is not None:
             # By one clock, as all ranks choose by it.
             self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
+        self._head.refresh()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():

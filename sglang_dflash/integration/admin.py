@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from fastapi import HTTPException
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -149,7 +149,10 @@ def set_internal_state(
 
 def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
     """AROUND `release_memory_occupation` and `resume_memory_occupation` of `SchedulerWeightUpdaterManager`:
-    torch_memory_saver ends a process that does either twice, and SGLang forgets the tags before one that fails."""
+    torch_memory_saver ends a process that does either twice, and SGLang forgets the tags before one that fails.
+
+    Resumed memory holds anything. Graphs read slots of row 0 for the requests that they are padded with.
+    """
     if manager.scheduler.spec_algorithm.is_dflash():
         recv_req.tags = list(dict.fromkeys(recv_req.tags or GPU_MEMORY_ALL_TYPES))
         is_release = isinstance(recv_req, ReleaseMemoryOccupationReqInput)
@@ -157,7 +160,10 @@ def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req
             if (tag in manager.offload_tags) == is_release:
                 state = "is released already" if is_release else "is not released"
                 raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
-    return original(manager, recv_req)
+    output = original(manager, recv_req)
+    if manager.scheduler.spec_algorithm.is_dflash() and not is_release and GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
+        manager.scheduler.req_to_token_pool.req_to_token.zero_()
+    return output
 
 
 def profile(original, manager: SchedulerProfilerManager, recv_req: ProfileReq) -> ProfileReqOutput:

@@ -76,6 +76,8 @@ UNSUPPORTED = (
     "enable_paged_experts",
     "enable_amd_monokernel",
     "enable_nvidia_megakernel",
+    # Kernels are launched, and attention is planned, in ways that it cannot trace.
+    "enable_torch_compile",
     # What is served, and what is returned with it.
     "is_embedding",
     "encoder_only",

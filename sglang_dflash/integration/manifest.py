@@ -230,6 +230,13 @@ HOOKS = [
         )
         for method in ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
     ),
+    Hook(
+        target=f"{_WEIGHT_UPDATER}.end_weight_update",
+        kind=HookType.AROUND,
+        function=update_weights.end_weight_update,
+        why="weights that another process has written into leave copies of them behind (float8, packed for a CPU)",
+        until="models are told of them, as post_load_weights does for some",
+    ),
     *(
         Hook(
             target=target,

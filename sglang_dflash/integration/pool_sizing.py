@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-from sglang.srt.runtime_context import attention_backends, get_exec, get_schedule, get_spec
+from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
 
 from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
@@ -60,8 +60,8 @@ class CycleMemory:
     """What decode cycles of as many requests as may run need beside the pools, on one rank, in bytes.
 
     Attributes:
-        logits: of all verified tokens, in the model's dtype: in the graphs, and without a graph for batches that are
-            larger than all of them.
+        logits: of all verified tokens, while they are computed (see `logit_bytes`): in the graphs, and without a graph
+            for batches that are larger than all of them.
         sampler: what SGLang's sampler holds at its most, of the requests whose tokens it chooses.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
     """
@@ -87,7 +87,7 @@ class CycleMemory:
         index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
         index_bytes *= 1 + configurator.is_hybrid_swa
         return cls(
-            logits=num_logits * configurator.model_dtype.itemsize,
+            logits=num_logits * logit_bytes(configurator),
             sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),
             indices=captured * model_config.context_len * index_bytes,
         )
@@ -99,6 +99,16 @@ class CycleMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{num_bytes / 2**20:.0f} MiB for {name}" for name, num_bytes in asdict(self).items())
         return f"Decode cycles are left {parts}, beside what mem_fraction_static leaves."
+
+
+def logit_bytes(configurator: KVCacheConfigurator) -> int:
+    """What one of a verified token's logits takes at most: in the lm_head's dtype; gathered from the ranks, once in
+    their order and once in that of the vocabulary; and capped, in float32 beside."""
+    config = configurator.model_config.hf_text_config.to_dict()
+    is_float32 = get_exec().features.enable_fp32_lm_head or config.get("enable_lm_head_fp32", False)
+    itemsize = torch.float32.itemsize if is_float32 else configurator.model_dtype.itemsize
+    num_bytes = itemsize if get_parallel().tp_size == 1 else 2 * itemsize
+    return num_bytes + torch.float32.itemsize * bool(config.get("final_logit_softcapping"))
 
 
 def leave_memory_for_cycles(

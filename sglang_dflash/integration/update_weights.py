@@ -13,6 +13,8 @@ from typing import Any
 
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.managers.io_struct import (
+    EndWeightUpdateReqInput,
+    EndWeightUpdateReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromIPCReqInput,
@@ -62,7 +64,8 @@ def update_weights_from_disk(
         if problems:
             raise AdminError(f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}.")
     # It raises what keeps it from being updated.
-    success, message = manager.draft_worker.update_drafter(path, recv_req.load_format)
+    with manager._observe_weight_load("disk"):
+        success, message = manager.draft_worker.update_drafter(path, recv_req.load_format)
     manager.record_weight_version_after_update(recv_req.weight_version)
     success, message = manager.flush_cache_after_weight_update(recv_req, success, message)
     return UpdateWeightFromDiskReqOutput(success=success, message=message, num_paused_requests=0)
@@ -133,10 +136,25 @@ def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
     except Exception as error:
         logger.exception("A weight update failed.")
         success, message, has_loaded = False, describe(error), True
-    packed_linear.forget_weights()
-    shortlist.weights_have_changed()
+    _weights_have_changed()
     _agree(None if success else message, has_loaded)
     return success, message
+
+
+def end_weight_update(
+    original, manager: SchedulerWeightUpdaterManager, recv_req: EndWeightUpdateReqInput
+) -> EndWeightUpdateReqOutput:
+    """AROUND `SchedulerWeightUpdaterManager.end_weight_update`: what another process has written into weights (RDMA)
+    came past every loader."""
+    output = original(manager, recv_req)
+    if manager.scheduler.spec_algorithm.is_dflash():
+        _weights_have_changed()
+    return output
+
+
+def _weights_have_changed() -> None:
+    packed_linear.forget_weights()
+    shortlist.weights_have_changed()
 
 
 def _agree(problem: str | None, has_loaded: bool) -> None:

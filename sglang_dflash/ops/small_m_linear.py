@@ -62,17 +62,22 @@ class PassActivated(nn.Module):
         return x if x.shape[-1] == self._num_columns else self._act_fn(x)
 
 
+def may_replace() -> bool:
+    """Whether products may be computed otherwise than SGLang does: `--enable-deterministic-inference` and
+    `--bf16-gemm-backend` ask for its own."""
+    return not must_sum_alike() and get_exec().kernel.bf16_gemm_backend == "auto"
+
+
 def install(model: nn.Module) -> int:
-    """Give every layer of a loaded model that gains by it the kernel for few rows; `--bf16-gemm-backend` may ask for
-    another.
+    """Give every layer of a loaded model that gains by it the kernel for few rows.
 
     Returns:
         How many layers have it now.
     """
-    if must_sum_alike() or get_exec().kernel.bf16_gemm_backend != "auto":
+    if not may_replace():
         return 0
     gated = {id(module.gate_up_proj): module for module in model.modules() if type(module) in _GATED_MLPS}
-    num_layers = 0
+    num_layers, most = 0, 0
     for layer in model.modules():
         if (
             not isinstance(layer, LinearBase)
@@ -88,9 +93,9 @@ def install(model: nn.Module) -> int:
         layer.quant_method = FewRowsLinearMethod(num_rows, is_gated)
         if is_gated:
             mlp.act_fn = PassActivated(mlp.act_fn, layer.weight.shape[0] // 2)
-        num_layers += 1
+        num_layers, most = num_layers + 1, max(most, num_rows)
     if num_layers:
-        logger.info("%s: %d linear layers have a kernel for up to %d rows.", type(model).__name__, num_layers, MAX_ROWS)
+        logger.info("%s: %d linear layers have a kernel for up to %d rows.", type(model).__name__, num_layers, most)
     return num_layers
 
 

@@ -126,7 +126,8 @@ class BlockSampler:
 
     def end_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """Take note of the first token, [bs], of each request; of one whose prompt goes on, `begin_prefill` forgets."""
-        if not batch.sampling_info.is_all_greedy:
+        info = batch.sampling_info
+        if not info.is_all_greedy or info.has_custom_logit_processor:
             self._agree(next_token_ids)
         if are_penalised(batch.sampling_info):
             self._penalties.count(batch.req_pool_indices, next_token_ids)
@@ -222,14 +223,15 @@ class BlockSampler:
         self._failed[index] = self._checks.take()[0].view(-1, width)
         if is_mixed:
             tokens = torch.where((info.top_ks <= 1).repeat_interleave(width), argmax, tokens)
-        if not info.is_all_greedy:
+        # Nobody knows what a processor does on another rank.
+        if not info.is_all_greedy or info.has_custom_logit_processor:
             self._agree(tokens)
         if chosen.next_token_logprobs is not None:
             _take_logprobs(output, chosen, part, bs, width)
         return tokens.view(len(reqs), width)
 
     def _agree(self, tokens: torch.Tensor) -> None:
-        """Make sampled tokens those of the first tensor-parallel rank, in place: ranks draw from generators of their
+        """Make tokens those of the first tensor-parallel rank, in place: ranks draw from generators of their
         own, and one that accepts another length waits forever in its next collective."""
         if self._tp_group.world_size > 1:
             self._tp_group.broadcast(tokens, src=0)

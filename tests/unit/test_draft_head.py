@@ -75,6 +75,7 @@ def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[tor
     before = head(block, hidden_states)
     lm_head.weight.data.copy_(lm_head_of(changed, 0).weight)
     shortlist.weights_have_changed()
+    head.refresh()
     return before, head(block, hidden_states)
 
 
@@ -114,8 +115,12 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
             logits = logits_of(vocabulary, dtype)
             drafts["exact", vocabulary, dtype] = draft(logits, num_added)
             drafts["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
+    logits = logits_of(4096, torch.float32)
+    head = DraftHead(lm_head_of(logits, 0), get_tp_group(), CANDIDATES, multiplier=4.0, softcap=3.0)
+    found = head.candidates(hidden_states_of(logits.dtype), NUM_ROWS)
+    drafts["capped"] = [values[:, 0] for values in found]
     # As if there were a GPU on which it is faster, and the vocabularies large.
-    shortlist.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
+    shortlist.small_m_linear.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
     for vocabulary, num_added in VOCABULARIES:
         if not num_added:
             logits = with_best(logits_of(vocabulary, torch.bfloat16))
@@ -187,6 +192,18 @@ def test_every_rank_has_the_best_of_the_full_vocabulary(ranks, world_size, dtype
         if num_added == 0:
             # Else the added tokens of one rank come before the others of the next.
             assert torch.equal(candidates, tokens[:, :k])
+        torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_logits_are_multiplied_and_capped(ranks, world_size):
+    logits = (logits_of(4096, torch.float32) * 4 / 3).tanh() * 3
+    values, tokens = logits.sort(dim=-1, descending=True, stable=True)
+
+    for drafts in ranks(world_size):
+        candidates, found, log_sums = drafts["capped"]
+        assert torch.equal(candidates, tokens[:, :CANDIDATES])
+        torch.testing.assert_close(found, values[:, :CANDIDATES])
         torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1))
 
 

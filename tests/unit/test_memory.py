@@ -26,7 +26,7 @@ from windowed import WINDOW, write_windowed_pair
 
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.integration.arguments import load_drafter_config
-from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
+from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory, logit_bytes
 from sglang_dflash.integration.request_limits import check_window_pool
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
@@ -147,6 +147,21 @@ def test_rows_have_room_for_blocks(name):
         )
     with served(ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", page_size=1)):
         assert allocation_sizing.get_req_to_token_extra_context_len() == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "softcap", "num_bytes"),
+    [({}, None, 2), ({"enable_fp32_lm_head": True}, None, 4), ({}, 30.0, 6), ({"tp_size": 2}, None, 4)],
+)
+def test_bytes_of_a_logit(arguments, softcap, num_bytes):
+    """Capped logits are float32 beside the model's, those of ranks are put in order behind their exchange."""
+    args = server_args(TARGET_DIR, DRAFTER_DIR, **arguments)
+    config = ModelConfig(str(TARGET_DIR), dtype="bfloat16")
+    config.hf_text_config.final_logit_softcapping = softcap
+    with served(args):
+        of_target = configurator(args, config, torch.bfloat16)
+        of_target.model_dtype = torch.bfloat16
+        assert logit_bytes(of_target) == num_bytes
 
 
 def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
