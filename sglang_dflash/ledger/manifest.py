@@ -584,6 +584,11 @@ USES = (
         "copied for an update of the target, without the drafter",
         ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
     ),
+    Use(
+        "integration/update_weights.py",
+        "times an update of the drafter, too",
+        ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",),
+    ),
     # --- recurrent targets ------------------------------------------------------------------------------------------
     Use(
         "verify/recurrent_state.py",

@@ -296,6 +296,7 @@ FINGERPRINTS = {
     'sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill': 'f03dd8ca8395496c',
     'sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.set_internal_state': 'e8f8e65ef4479c11',
     'sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile': '51887cb0e1a1356f',
+    'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load': 'c8b8b07286861cc8',
     'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update': 'c81ea5dcc4f3bed9',
     'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker': '391b37dc62aec726',
     'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update': '970f0a8a319e3e3b',
