@@ -70,6 +70,9 @@ class Shortlist:
         that have them, int64."""
         return ops.shortlist_argmax(hidden_states, self._weight, self._numbers, self._scales)
 
+    def weights_have_changed(self) -> None:
+        self._is_stale = True
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Before a forward: make the copy anew if weights have changed."""
@@ -84,4 +87,4 @@ class Shortlist:
 def weights_have_changed() -> None:
     """Those of an lm_head of this process, maybe. Updates come in parts, so copies wait for the next forward."""
     for shortlist in _shortlists:
-        shortlist._is_stale = True
+        shortlist.weights_have_changed()
