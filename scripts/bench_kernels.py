@@ -33,6 +33,7 @@ from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
 from sglang_dflash.ops.kernels.attend_trees import split_trees
+from sglang_dflash.ops.reference.shortlist_argmax import CANDIDATES as SHORTLISTED
 from sglang_dflash.ops.reference.shortlist_argmax import quantize_rows
 from sglang_dflash.types import (
     Block,
@@ -260,7 +261,7 @@ def shortlist_argmax(bs: int, args: argparse.Namespace) -> Case:
     like = integers(args.vocab, bs * BLOCK_SIZE)
     x = (weight[like] + torch.randn(len(like), HIDDEN, device=DEVICE).half()).view(bs, BLOCK_SIZE, HIDDEN)[:, 1:]
     numbers, scales = quantize_rows(weight)
-    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + CANDIDATES * weight.itemsize)
+    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + SHORTLISTED * weight.itemsize)
     return Case((x, weight, numbers, scales), num_bytes)
 
 
@@ -510,7 +511,7 @@ def main() -> None:
     }
     measured = [measure(make, bs, args) for make in KERNELS for bs in args.batch]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}, separators=(",", ":")) + "\n")
+    Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}) + "\n")
     text = report(setup, measured, args.out.name.replace("_", " "))
     Path(f"{args.out}.md").write_text(text)
     print(text)

@@ -207,7 +207,7 @@ def main() -> None:
                     events = engine.trace(Load(0, batch), LEAD_STEPS + args.cycles, folder)
                     results.append({"engine": name, "batch": batch} | summarize(events, args.cycles))
                     Path(f"{args.out}.md").write_text(report(results, args.top))
-                    Path(f"{args.out}.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
+                    Path(f"{args.out}.json").write_text(json.dumps(results) + "\n")
     print(report(results, args.top))
 
 

@@ -264,7 +264,7 @@ def main() -> None:
     args = parser.parse_args()
     report = soak(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.out}.json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
+    Path(f"{args.out}.json").write_text(json.dumps(report) + "\n")
     Path(f"{args.out}.md").write_text(markdown(report))
     if report["failures"] or report["held_at_the_end"]:
         sys.exit(f"failures: {report['failures']}; tokens held at the end: {report['held_at_the_end']}")

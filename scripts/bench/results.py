@@ -101,7 +101,7 @@ class Results:
         saved = {"setup": self.setup, "commands": self.commands, "runs": self.runs}
         # A sweep may be interrupted at any time.
         new = self._path.with_suffix(".json.new")
-        new.write_text(json.dumps(saved, separators=(",", ":")) + "\n")
+        new.write_text(json.dumps(saved) + "\n")
         os.replace(new, self._path)
 
     def repeats(self) -> dict[tuple, list[dict]]:

@@ -46,13 +46,14 @@ class DraftHead:
     ) -> DraftHead:
         """The head that a drafter drafts with."""
         config = drafter.dflash_config
-        scale = {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcapping}
         if config.draft_vocab_size is None:
-            return cls(target_lm_head, tp_group, k, **scale)
-        return cls(drafter.lm_head, tp_group, k, drafter.target_tokens, **scale)
+            lm_head, target_tokens = target_lm_head, None
+        else:
+            lm_head, target_tokens = drafter.lm_head, drafter.target_tokens
+        return cls(lm_head, tp_group, k, target_tokens, config.output_multiplier, config.final_logit_softcapping)
 
     def refresh(self) -> None:
-        """Before a forward: take note of weights that have changed."""
+        """Before a draft: take note of weights that have changed."""
         if self._shortlist is not None:
             self._shortlist.refresh()
 

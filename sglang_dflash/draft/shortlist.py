@@ -75,7 +75,7 @@ class Shortlist:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a forward: make the copy anew if weights have changed."""
+        """Before a draft: make the copy anew if weights have changed."""
         if not self._is_stale:
             return
         self._is_stale = False
@@ -85,6 +85,6 @@ class Shortlist:
 
 
 def weights_have_changed() -> None:
-    """Those of an lm_head of this process, maybe. Updates come in parts, so copies wait for the next forward."""
+    """Those of an lm_head of this process, maybe. Updates come in parts, so copies wait for the next draft."""
     for shortlist in _shortlists:
         shortlist.weights_have_changed()

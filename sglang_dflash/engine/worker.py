@@ -149,11 +149,11 @@ class DFlashWorker(BaseSpecWorker):
         if self._measured is not None:
             # By one clock, as all ranks choose by it.
             self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
-        self._head.refresh()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
+        self._head.refresh()
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, overruled)

@@ -153,15 +153,16 @@ def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req
 
     Resumed memory holds anything. Graphs read slots of row 0 for the requests that they are padded with.
     """
-    if manager.scheduler.spec_algorithm.is_dflash():
-        recv_req.tags = list(dict.fromkeys(recv_req.tags or GPU_MEMORY_ALL_TYPES))
-        is_release = isinstance(recv_req, ReleaseMemoryOccupationReqInput)
-        for tag in recv_req.tags:
-            if (tag in manager.offload_tags) == is_release:
-                state = "is released already" if is_release else "is not released"
-                raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
+    if not manager.scheduler.spec_algorithm.is_dflash():
+        return original(manager, recv_req)
+    recv_req.tags = list(dict.fromkeys(recv_req.tags or GPU_MEMORY_ALL_TYPES))
+    is_release = isinstance(recv_req, ReleaseMemoryOccupationReqInput)
+    for tag in recv_req.tags:
+        if (tag in manager.offload_tags) == is_release:
+            state = "is released already" if is_release else "is not released"
+            raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
     output = original(manager, recv_req)
-    if manager.scheduler.spec_algorithm.is_dflash() and not is_release and GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
+    if not is_release and GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
         manager.scheduler.req_to_token_pool.req_to_token.zero_()
     return output
 

@@ -126,9 +126,7 @@ class BlockSampler:
 
     def end_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
         """Take note of the first token, [bs], of each request; of one whose prompt goes on, `begin_prefill` forgets."""
-        info = batch.sampling_info
-        if not info.is_all_greedy or info.has_custom_logit_processor:
-            self._agree(next_token_ids)
+        self._agree(batch.sampling_info, next_token_ids)
         if are_penalised(batch.sampling_info):
             self._penalties.count(batch.req_pool_indices, next_token_ids)
 
@@ -223,17 +221,17 @@ class BlockSampler:
         self._failed[index] = self._checks.take()[0].view(-1, width)
         if is_mixed:
             tokens = torch.where((info.top_ks <= 1).repeat_interleave(width), argmax, tokens)
-        # Nobody knows what a processor does on another rank.
-        if not info.is_all_greedy or info.has_custom_logit_processor:
-            self._agree(tokens)
+        self._agree(info, tokens)
         if chosen.next_token_logprobs is not None:
             _take_logprobs(output, chosen, part, bs, width)
         return tokens.view(len(reqs), width)
 
-    def _agree(self, tokens: torch.Tensor) -> None:
-        """Make tokens those of the first tensor-parallel rank, in place: ranks draw from generators of their
-        own, and one that accepts another length waits forever in its next collective."""
-        if self._tp_group.world_size > 1:
+    def _agree(self, info: SamplingBatchInfo, tokens: torch.Tensor) -> None:
+        """Make tokens those of the first tensor-parallel rank, in place, where ranks may differ: they draw from
+        generators of their own, and nobody knows what a custom logit processor does on another one. A rank that accepts
+        another length waits forever in its next collective."""
+        is_of_rank = not info.is_all_greedy or info.has_custom_logit_processor
+        if is_of_rank and self._tp_group.world_size > 1:
             self._tp_group.broadcast(tokens, src=0)
 
 

@@ -86,8 +86,8 @@ def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
-    """[NUM_ROWS, 2] blocks whose second token has the row's logits. And the
-    candidates for that token, their logits and the rows' sums, see `DraftHead.candidates`."""
+    """[NUM_ROWS, 2] blocks whose second token has the row's logits; and the candidates for that token, their logits and
+    the rows' sums, see `DraftHead.candidates`."""
     k = min(CANDIDATES, logits.shape[1])
     head = DraftHead(lm_head_of(logits, num_added), get_tp_group(), k)
     hidden_states = hidden_states_of(logits.dtype)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.ordered import LOWEST, to_ordered
+from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, pop, to_ordered
 from sglang_dflash.ops.reference.shortlist_argmax import CANDIDATES, DEPTH, FLOAT8, LARGEST, TILE
 
 # The least that a tensor core's product has of rows; the most that registers have sums for.
@@ -98,7 +98,6 @@ def _best_candidate_kernel(
     rows_per_request,
     weight,
     keys,
-    num_columns,
     num_tiles,
     size_k,
     maxima,
@@ -116,17 +115,15 @@ def _best_candidate_kernel(
     tile = tl.arange(0, PADDED_TILES)
     key = tl.load(keys + row * num_tiles + tile, mask=tile < num_tiles, other=LOWEST)
     rank = tl.arange(0, CANDIDATES)
-    column = tl.full((CANDIDATES,), 0, tl.int32) + num_columns
+    column = tl.full((CANDIDATES,), NO_COLUMN, tl.int32)
     for i in range(CANDIDATES):
-        best = tl.max(key)
-        at = tl.min(tl.where((key == best) & (best != LOWEST), tile, PADDED_TILES))
+        best, at, key = pop(key, tile)
         best_column = at * TILE + TILE - 1 - (best & (TILE - 1))
-        column = tl.where((rank == i) & (best != LOWEST), best_column, column)
-        key = tl.where(tile == at, LOWEST, key)
+        column = tl.where((rank == i) & (at != NO_COLUMN), best_column, column)
 
-    is_column = column < num_columns
+    is_column = column != NO_COLUMN
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
-    start = weight + column.to(tl.int64)[:, None] * size_k
+    start = weight + tl.where(is_column, column, 0).to(tl.int64)[:, None] * size_k
     total = tl.zeros((CANDIDATES, BLOCK), tl.float32)
     for first in range(0, size_k, BLOCK):
         k = first + tl.arange(0, BLOCK)
@@ -138,7 +135,7 @@ def _best_candidate_kernel(
     logit = tl.where(is_column & (logit == logit), logit, float("-inf"))
     maximum = tl.max(logit)
     tl.store(maxima + row, maximum.to(maxima.dtype.element_ty))
-    first_column = tl.min(tl.where(is_column & (logit == maximum), column, num_columns))
+    first_column = tl.min(tl.where(is_column & (logit == maximum), column, NO_COLUMN))
     tl.store(columns + row, first_column.to(tl.int64))
 
 
@@ -158,11 +155,9 @@ def shortlist_argmax(
     rows8 = torch.empty((num_rows, size_k), dtype=FLOAT8, device=x.device)
     keys = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=x.device)
     pdl_is_available = pdl.is_available(x.device)
+    rows = (x, x.stride(0), x.stride(1), rows_per_request)
     _quantize_kernel[(num_rows,)](
-        x,
-        x.stride(0),
-        x.stride(1),
-        rows_per_request,
+        *rows,
         rows8,
         size_k,
         LARGEST=LARGEST,
@@ -192,13 +187,9 @@ def shortlist_argmax(
         launch_pdl=pdl_is_available,
     )
     _best_candidate_kernel[(num_rows,)](
-        x,
-        x.stride(0),
-        x.stride(1),
-        rows_per_request,
+        *rows,
         weight,
         keys,
-        num_columns,
         num_tiles,
         size_k,
         maxima,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.ops.kernels.ordered import LOWEST, from_ordered, to_ordered
+from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, from_ordered, pop, to_ordered
 
 _LANES = 128
 # Bytes of a group, which a thread reads at once.
@@ -27,15 +27,6 @@ _VALUES_PER_WARP = 2048
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Subtracted from -inf in place of -inf. Values that far down add nothing to a sum.
 _LEAST = tl.constexpr(-1e38)
-_NO_COLUMN = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _pop(keys, columns):
-    """Take the largest key, the first of the columns that have it away; none is left where the key is LOWEST."""
-    best = tl.max(keys)
-    column = tl.min(tl.where((keys == best) & (best != LOWEST), columns, _NO_COLUMN))
-    return best, column, tl.where(columns == column, LOWEST, keys)
 
 
 @triton.jit
@@ -59,7 +50,7 @@ def _best_lanes_kernel(
     in_tile = tl.arange(0, LANES) * GROUP
     maximum = tl.full((LANES,), float("-inf"), tl.float32)
     first = begin + in_tile
-    first = tl.where(first < end, first, _NO_COLUMN)
+    first = tl.where(first < end, first, NO_COLUMN)
     # The sum of 2 ** (value * log2(e) - scale).
     total = tl.zeros((LANES,), tl.float32)
     scale = tl.full((LANES,), _LEAST * _LOG2_E, tl.float32)
@@ -79,9 +70,9 @@ def _best_lanes_kernel(
     largest = tl.max(scale)
     log_sum = largest + tl.log2(tl.sum(total * tl.exp2(scale - largest)))
     tl.store(part_log_sums + out, log_sum / _LOG2_E)
-    keys = tl.where(first < _NO_COLUMN, to_ordered(maximum), LOWEST)
+    keys = tl.where(first < NO_COLUMN, to_ordered(maximum), LOWEST)
     for i in range(K):
-        best, column, keys = _pop(keys, first)
+        best, column, keys = pop(keys, first)
         tl.store(lane_maxima + out * K + i, best)
         tl.store(lane_columns + out * K + i, column)
 
@@ -117,15 +108,15 @@ def _best_columns_kernel(
     entry = tl.arange(0, PADDED_ENTRIES)
     valid = entry < num_parts * K
     keys = tl.load(lane_maxima + row * num_parts * K + entry, mask=valid, other=LOWEST)
-    columns = tl.load(lane_columns + row * num_parts * K + entry, mask=valid, other=_NO_COLUMN)
+    columns = tl.load(lane_columns + row * num_parts * K + entry, mask=valid, other=NO_COLUMN)
     rank = tl.arange(0, PADDED_K)
-    lane_column = tl.full((PADDED_K,), _NO_COLUMN, tl.int32)
+    lane_column = tl.full((PADDED_K,), NO_COLUMN, tl.int32)
     for i in range(K):
-        _, column, keys = _pop(keys, columns)
+        _, column, keys = pop(keys, columns)
         lane_column = tl.where(rank == i, column, lane_column)
 
     # All columns of those lanes.
-    is_lane = lane_column < _NO_COLUMN
+    is_lane = lane_column < NO_COLUMN
     lane_column = tl.multiple_of(tl.where(is_lane, lane_column, 0), GROUP)
     begin = lane_column // columns_per_part * columns_per_part
     end = tl.where(is_lane, tl.minimum(begin + columns_per_part, num_columns), 0)
@@ -134,9 +125,9 @@ def _best_columns_kernel(
     valid = columns < end[:, None, None]
     value = tl.load(values + columns, mask=valid, other=0.0).to(tl.float32)
     keys = tl.where(valid, to_ordered(tl.where(value == value, value, float("-inf"))), LOWEST)
-    columns = tl.where(valid, columns, _NO_COLUMN)
+    columns = tl.where(valid, columns, NO_COLUMN)
     for i in range(K):
-        best, column, keys = _pop(keys, columns)
+        best, column, keys = pop(keys, columns)
         tl.store(best_values + row * K + i, from_ordered(best))
         tl.store(best_columns + row * K + i, column.to(tl.int64))
 
