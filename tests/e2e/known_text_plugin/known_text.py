@@ -2,8 +2,9 @@
 
 `KNOWN_TEXT` names a JSON file that may change while the server runs: `texts`, token by token, each of which goes on
 from a request's prompt; `fault`, what the server leaves out to show that a test would notice; and `record`, a folder
-for the states after every cycle. Drafts of other requests are wrong. SGLang finds the plugin through the entry point
-beside it, where this folder is in PYTHONPATH.
+for the states after every cycle. Drafts of other requests are wrong. To `--speculative-adaptive` four rows of a request
+are the best, whatever this machine is busy with. SGLang finds the plugin through the entry point beside it, where this
+folder is in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ class KnownText:
 
 
 def register() -> None:
+    from sglang_dflash.engine.adaptive_width import MeasuredCost
     from sglang_dflash.engine.cycle import DecodeCycle
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.verify import recurrent_state
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
+    add_cost = MeasuredCost._add
     commit, step = recurrent_state.RecurrentState.commit, DFlashWorker.forward_batch_generation
 
     def allocate(worker, *args, **kwargs):
@@ -107,6 +110,9 @@ def register() -> None:
             commit(states, *args)
         states._slots = slots
 
+    def add_known_cost(cost, bs, width, seconds):
+        add_cost(cost, bs, width, bs * (1 + width / 16 if width <= 4 else width))
+
     def recorded(worker, batch, *args, **kwargs):
         is_decode = batch.forward_mode.is_decode()
         result = step(worker, batch, *args, **kwargs)
@@ -117,4 +123,5 @@ def register() -> None:
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
+    MeasuredCost._add = add_known_cost
     recurrent_state.RecurrentState.commit = commit_or_not
