@@ -33,8 +33,7 @@ from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
 from sglang_dflash.ops.kernels.attend_trees import split_trees
-from sglang_dflash.ops.reference.shortlist_argmax import CANDIDATES as SHORTLISTED
-from sglang_dflash.ops.reference.shortlist_argmax import quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import group_size, num_candidates, quantize_rows
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -255,14 +254,24 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
 
 
 def shortlist_argmax(bs: int, args: argparse.Namespace) -> Case:
-    """Of all rows of blocks but the first, each like one token's; float16, as Triton's interpreter has no products of
-    bfloat16."""
+    return shortlist(bs, args, 1)
+
+
+def shortlist_top(bs: int, args: argparse.Namespace) -> Case:
+    return shortlist(bs, args, CANDIDATES)
+
+
+def shortlist(bs: int, args: argparse.Namespace, k: int) -> Case:
+    """Of all rows of blocks but the first, each like tokens of different groups; float16, as Triton's interpreter has
+    no products of bfloat16."""
     weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
-    like = integers(args.vocab, bs * BLOCK_SIZE)
-    x = (weight[like] + torch.randn(len(like), HIDDEN, device=DEVICE).half()).view(bs, BLOCK_SIZE, HIDDEN)[:, 1:]
+    size = group_size(CANDIDATES)
+    groups = torch.rand(args.vocab // size, bs, BLOCK_SIZE, device=DEVICE).argsort(dim=0)
+    like = groups * size + integers(size, *groups.shape)
+    x = sum(weight[like[i]] * (20 - i) for i in range(CANDIDATES))[:, 1:] / HIDDEN
     numbers, scales = quantize_rows(weight)
-    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + SHORTLISTED * weight.itemsize)
-    return Case((x, weight, numbers, scales), num_bytes)
+    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + num_candidates(k) * weight.itemsize)
+    return Case((x, weight, numbers, scales, k), num_bytes)
 
 
 def attend_trees(bs: int, args: argparse.Namespace) -> Case:
@@ -379,6 +388,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     add_rms_norm,
     linear_few_rows,
     shortlist_argmax,
+    shortlist_top,
     attend_trees,
     attend_short_trees,
     attend_one_long_tree,
@@ -386,7 +396,11 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     commit_state,
 ]
 # What is launched for those that are not named as their kernel.
-OPERATIONS = {"attend_short_trees": "attend_trees", "attend_one_long_tree": "attend_trees"}
+OPERATIONS = {
+    "attend_short_trees": "attend_trees",
+    "attend_one_long_tree": "attend_trees",
+    "shortlist_argmax": "shortlist_top",
+}
 
 
 @triton.jit

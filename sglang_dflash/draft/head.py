@@ -36,7 +36,8 @@ class DraftHead:
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
         self._top = VocabTop(lm_head, tp_group, k)
-        self._shortlist = Shortlist.of(lm_head) if k == 1 else None
+        # A sum of capped logits needs each of them.
+        self._shortlist = Shortlist.of(lm_head, k) if k == 1 or softcap is None else None
         self._target_tokens = target_tokens
         self._multiplier, self._softcap = multiplier, softcap
 
@@ -71,7 +72,8 @@ class DraftHead:
         if self._shortlist is None:
             tokens = self._argmax(self._logits(hidden_states, bs))
         else:
-            tokens = self._argmax.of_one_part(*self._shortlist(_drafting_rows(hidden_states, bs)))
+            logits, columns, _ = self._shortlist(_drafting_rows(hidden_states, bs))
+            tokens = self._argmax.of_one_part(logits[:, 0], columns[:, 0])
         tokens = self._in_target(tokens)
         return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)
 
@@ -87,10 +89,14 @@ class DraftHead:
             log_sums: [bs, W - 1] float32; `logits - log_sums` are log probabilities.
         """
         # What changes no order, but how probable tokens are.
-        logits = self._logits(hidden_states * self._multiplier if self._multiplier != 1.0 else hidden_states, bs)
-        if self._softcap is not None:
-            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        logits, tokens, log_sums = self._top(logits)
+        hidden_states = hidden_states * self._multiplier if self._multiplier != 1.0 else hidden_states
+        if self._shortlist is None:
+            logits = self._logits(hidden_states, bs)
+            if self._softcap is not None:
+                logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+            logits, tokens, log_sums = self._top(logits)
+        else:
+            logits, tokens, log_sums = self._top.of_one_part(*self._shortlist(_drafting_rows(hidden_states, bs)))
         shape = (bs, -1, logits.shape[1])
         return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
 

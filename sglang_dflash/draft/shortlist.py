@@ -1,9 +1,9 @@
 """Draft tokens by a shortlist: a copy of the lm_head in float8 says which tokens are worth computing.
 
-The lm_head is what a drafter reads most of, and all that a block is asked of it is each row's best token. Its weights
-in float8 are half as many bytes; what they name as best of every 128 tokens is close, and the eight best of those are
-computed by the weights as they are, so that hardly a draft is another one. What is committed is the target's choice
-either way. Of trees, whose probabilities are over all tokens, every logit is computed.
+The lm_head is what a drafter reads most of, and all that is asked of it is each row's best token, or a tree's few best
+and how probable they are. Its weights in float8 are half as many bytes; what they name as best of every group of tokens
+is close, and the first of those are computed by the weights as they are, so that hardly a draft is another one. What is
+committed is the target's choice either way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
 from sglang_dflash.ops import small_m_linear
-from sglang_dflash.ops.reference.shortlist_argmax import DEPTH, FLOAT8, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, quantize_rows
 from sglang_dflash.verify.vocab_argmax import vocab_parts
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,16 @@ _shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
 
 
 class Shortlist:
-    """Finds the best token of this rank's shard of an lm_head, for every row of a drafter."""
+    """Finds the best tokens of this rank's shard of an lm_head, for every row of a drafter."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, k: int) -> None:
         """
         Args:
             weight: [N, K] bfloat16 or float16, contiguous, of the shard's vocabulary without padding. It may change:
                 see :func:`weights_have_changed`.
+            k: how many to find.
         """
-        self._weight = weight
+        self._weight, self._k = weight, k
         # In memory that stays: CUDA graphs hold its address.
         self._numbers = torch.empty_like(weight, dtype=FLOAT8)
         self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
@@ -49,7 +50,7 @@ class Shortlist:
         _shortlists.add(self)
 
     @classmethod
-    def of(cls, lm_head: VocabParallelEmbedding) -> Shortlist | None:
+    def of(cls, lm_head: VocabParallelEmbedding, k: int) -> Shortlist | None:
         """Of an lm_head that gains by it, where products may be others than SGLang's."""
         if not small_m_linear.may_replace():
             return None
@@ -63,12 +64,12 @@ class Shortlist:
         log_info_on_rank0(
             logger, f"Drafts are chosen by a copy of the lm_head in float8, {weight.numel() >> 20} MiB of each GPU."
         )
-        return cls(weight)
+        return cls(weight, k)
 
-    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows [bs, rows of each, K]: their largest logits, [bs * rows], and the columns of the shard's vocabulary
-        that have them, int64."""
-        return ops.shortlist_argmax(hidden_states, self._weight, self._numbers, self._scales)
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of rows [bs, rows of each, K]: logits, columns of the shard's vocabulary and sums, see
+        :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`."""
+        return ops.shortlist_top(hidden_states, self._weight, self._numbers, self._scales, self._k)
 
     def weights_have_changed(self) -> None:
         self._is_stale = True

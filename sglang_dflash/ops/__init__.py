@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.read_clock import read_clock
     from sglang_dflash.ops.kernels.row_max import row_max
     from sglang_dflash.ops.kernels.sample_rows import sample_rows
-    from sglang_dflash.ops.kernels.shortlist_argmax import shortlist_argmax
+    from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
     from sglang_dflash.ops.kernels.split_kv import split_kv
     from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
@@ -43,7 +43,7 @@ else:
     from sglang_dflash.ops.reference.read_clock import read_clock
     from sglang_dflash.ops.reference.row_max import row_max
     from sglang_dflash.ops.reference.sample_rows import sample_rows
-    from sglang_dflash.ops.reference.shortlist_argmax import shortlist_argmax
+    from sglang_dflash.ops.reference.shortlist_top import shortlist_top
     from sglang_dflash.ops.reference.split_kv import split_kv
     from sglang_dflash.ops.reference.top_columns import top_columns
     from sglang_dflash.ops.reference.verify_block import verify_block
@@ -66,7 +66,7 @@ __all__ = [
     "read_clock",
     "row_max",
     "sample_rows",
-    "shortlist_argmax",
+    "shortlist_top",
     "split_kv",
     "split_trees",
     "top_columns",

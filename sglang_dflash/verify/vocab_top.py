@@ -32,7 +32,15 @@ class VocabTop:
 
     def __call__(self, logits: torch.Tensor) -> Top:
         """Of logits [rows, columns of the shard], float32, bfloat16 or float16: the same on every rank."""
-        mine = self._merge([self._of_part(logits, *part) for part in self._parts] or [_nothing(logits)])
+        return self._exchange(self._merge([self._of_part(logits, *part) for part in self._parts] or [_nothing(logits)]))
+
+    def of_one_part(self, values: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor) -> Top:
+        """The same, where this rank's shard is one part of the vocabulary, of its k best logits, their columns and the
+        sums."""
+        [(_, _, first_token)] = self._parts
+        return self._exchange((values, columns + first_token if first_token else columns, log_sums))
+
+    def _exchange(self, mine: Top) -> Top:
         if self._tp_group.world_size == 1:
             return mine
         return self._merge([_unpack(rank) for rank in self._tp_group.all_gather(_pack(*mine)[None], dim=0)])

@@ -3,7 +3,7 @@
 import bench_kernels
 import pytest
 
-SIZES = ("--vocab", "300", "--window", "16", "--context", "60")
+SIZES = ("--vocab", "600", "--window", "16", "--context", "60")
 
 
 @pytest.fixture(autouse=True)

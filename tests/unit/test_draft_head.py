@@ -29,6 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 WORLD_SIZES = [1, 2, 4]
 # Of every row; fewer than some shards have, more than others.
 CANDIDATES = 16
+# By a shortlist, of a vocabulary of which every rank's part has many groups.
+SHORTLISTED, OF_VOCABULARY = 8, 4096
 
 
 def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,6 +67,14 @@ def with_best(logits: torch.Tensor) -> torch.Tensor:
     """Whose best token in every row is far from the others, as float8 tells apart."""
     best = torch.arange(NUM_ROWS) * 37 % logits.shape[1]
     return logits.scatter(1, best[:, None], 30.0)
+
+
+def with_some_best(logits: torch.Tensor) -> torch.Tensor:
+    """The same of SHORTLISTED tokens, one of every so many, and each far from the next."""
+    place = torch.arange(SHORTLISTED)
+    apart = logits.shape[1] // SHORTLISTED
+    tokens = place * 5 % SHORTLISTED * apart + torch.arange(NUM_ROWS)[:, None] * 3
+    return logits.scatter(1, tokens, (30 - 2 * place).to(logits.dtype).expand(NUM_ROWS, -1))
 
 
 def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +135,10 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
         if not num_added:
             logits = with_best(logits_of(vocabulary, torch.bfloat16))
             drafts["shortlist", vocabulary] = draft_by_shortlist(logits, logits.roll(1, dims=0))
+    logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16))
+    head = DraftHead(lm_head_of(logits, 0), get_tp_group(), SHORTLISTED)
+    found = head.candidates(hidden_states_of(logits.dtype), NUM_ROWS)
+    drafts["candidates of shortlist"] = [values[:, 0] for values in found]
     torch.save(drafts, f"{folder}/{rank}")
 
 
@@ -173,6 +187,17 @@ def test_every_rank_has_the_argmax_by_shortlist(ranks, world_size, vocabulary):
     for drafts in ranks(world_size):
         for logits_then, block in zip((logits, logits.roll(1, dims=0)), drafts["shortlist", vocabulary], strict=True):
             assert block[:, 1].tolist() == logits_then.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_rank_has_the_best_by_shortlist(ranks, world_size):
+    logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16)).float()
+    values, tokens = (best[:, :SHORTLISTED] for best in logits.sort(dim=-1, descending=True, stable=True))
+    for drafts in ranks(world_size):
+        candidates, found, log_sums = drafts["candidates of shortlist"]
+        assert torch.equal(candidates, tokens)
+        assert torch.equal(found, values)
+        torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

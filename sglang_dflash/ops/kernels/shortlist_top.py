@@ -1,8 +1,8 @@
-"""The best column of a product for every row, by half of the bytes that the product would read.
+"""The best columns of a product for every row, by half of the bytes that the product would read.
 
 Few rows are multiplied as fast as weights can be read, so a copy in float8 takes half as long, and its results are
-never written: of a tile of columns each row's best is kept, in one integer. A thread block per row then reads the
-weights of the best of those as they are.
+never written: of a group of columns each row's best is kept, in one integer, and of a tile the sum of exponentials. A
+thread block per row then reads the weights of the best of those as they are.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, pop, to_ordered
-from sglang_dflash.ops.reference.shortlist_argmax import CANDIDATES, DEPTH, FLOAT8, LARGEST, TILE
+from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, from_ordered, pop, to_ordered
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, LARGEST, group_size, num_candidates
 
+_TILE = 128
 # The least that a tensor core's product has of rows; the most that registers have sums for.
 _MIN_ROWS, _MAX_ROWS = 16, 256
 # Numbers of a row that are read at a time, in how many stages, by how many warps, up to so many rows: as measured.
 _TILINGS = {64: (256, 3, 4), 128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
-# Numbers of each candidate that are read at a time.
-_BLOCK, _CANDIDATE_WARPS = 512, 4
+# Numbers of all candidates of a row that are read at a time.
+_NUMBERS, _CANDIDATE_WARPS = 4096, 4
+
+# Subtracted from -inf in place of -inf. Values that far down add nothing to a sum.
+_LEAST = tl.constexpr(-1e38)
 
 
 @triton.jit
@@ -31,6 +35,7 @@ def _quantize_kernel(
     row_stride,
     rows_per_request,
     rows8,
+    row_scales,
     size_k,
     LARGEST: tl.constexpr,
     K: tl.constexpr,
@@ -44,6 +49,7 @@ def _quantize_kernel(
     column = tl.arange(0, K)
     number = tl.load(x + column, mask=column < size_k, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(number))
+    tl.store(row_scales + row, largest / LARGEST)
     number *= LARGEST / tl.where(largest > 0, largest, LARGEST)
     number = tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
     tl.store(rows8 + row * size_k + column, number.to(rows8.dtype.element_ty), mask=column < size_k)
@@ -52,9 +58,11 @@ def _quantize_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _shortlist_kernel(
     rows8,
+    row_scales,
     weight8,
     scales,
     keys,
+    tile_log_sums,
     num_rows,
     num_row_tiles,
     num_columns,
@@ -62,8 +70,10 @@ def _shortlist_kernel(
     size_k,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -83,43 +93,59 @@ def _shortlist_kernel(
         rows = tl.load(rows8 + row[None, :] * size_k + k[:, None], mask=is_row[None, :], other=0.0)
         total = tl.dot(numbers, rows, total)
     total *= tl.load(scales + column, mask=is_column, other=0.0)[:, None]
-    total = tl.where(total == total, total, float("-inf"))
-    # The last bits of a number say which column it is of, and first ones are larger.
-    key = (to_ordered(total) & -TILE) | (TILE - 1 - in_tile)[:, None]
-    best = tl.max(tl.where(is_column[:, None], key, LOWEST), axis=0)
-    tl.store(keys + row * num_tiles + tile, best, mask=is_row)
+    total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
+    total = tl.where((total == total) & is_column[:, None], total, float("-inf"))
+    # The last bits of a number say which column of its group it is, and first ones are larger.
+    key = (to_ordered(total) & -GROUP) | (GROUP - 1 - in_tile % GROUP)[:, None]
+    key = tl.where(is_column[:, None], key, LOWEST)
+    GROUPS: tl.constexpr = TILE // GROUP
+    group = tile.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    best = tl.max(tl.reshape(key, (GROUPS, GROUP, ROWS)), axis=1)
+    tl.store(keys + row[None, :] * num_tiles * GROUPS + group[:, None], best, mask=is_row[None, :])
+    if SUMS:
+        largest = tl.maximum(tl.max(total, axis=0), _LEAST)
+        log_sum = largest + tl.log(tl.sum(tl.exp(total - largest[None, :]), axis=0))
+        tl.store(tile_log_sums + row * num_tiles + tile, log_sum, mask=is_row)
 
 
 @triton.jit
-def _best_candidate_kernel(
+def _best_candidates_kernel(
     x,
     request_stride,
     row_stride,
     rows_per_request,
     weight,
     keys,
+    tile_log_sums,
     num_tiles,
     size_k,
-    maxima,
-    columns,
-    TILE: tl.constexpr,
+    best_logits,
+    best_columns,
+    log_sums,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, PADDED_TILES)
-    key = tl.load(keys + row * num_tiles + tile, mask=tile < num_tiles, other=LOWEST)
+    group = tl.arange(0, PADDED_TILES * GROUPS)
+    num_groups = num_tiles * GROUPS
+    group_keys = tl.load(keys + row * num_groups + group, mask=group < num_groups, other=LOWEST)
     rank = tl.arange(0, CANDIDATES)
+    key = tl.full((CANDIDATES,), LOWEST, tl.int32)
     column = tl.full((CANDIDATES,), NO_COLUMN, tl.int32)
     for i in range(CANDIDATES):
-        best, at, key = pop(key, tile)
-        best_column = at * TILE + TILE - 1 - (best & (TILE - 1))
-        column = tl.where((rank == i) & (at != NO_COLUMN), best_column, column)
+        best, of_group, group_keys = pop(group_keys, group)
+        is_found = (rank == i) & (of_group != NO_COLUMN)
+        key = tl.where(is_found, best, key)
+        column = tl.where(is_found, of_group * GROUP + GROUP - 1 - (best & (GROUP - 1)), column)
 
     is_column = column != NO_COLUMN
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
@@ -131,34 +157,49 @@ def _best_candidate_kernel(
         weights = tl.load(start + k[None, :], mask=is_column[:, None] & (k < size_k)[None, :], other=0.0)
         total += weights.to(tl.float32) * number[None, :]
     # Rounded as the product would be: of equal ones it is the first column.
-    logit = tl.sum(total, axis=1).to(maxima.dtype.element_ty).to(tl.float32)
+    logit = tl.sum(total, axis=1).to(x.dtype.element_ty).to(tl.float32)
     logit = tl.where(is_column & (logit == logit), logit, float("-inf"))
-    maximum = tl.max(logit)
-    tl.store(maxima + row, maximum.to(maxima.dtype.element_ty))
-    first_column = tl.min(tl.where(is_column & (logit == maximum), column, NO_COLUMN))
-    tl.store(columns + row, first_column.to(tl.int64))
+    if SUMS:
+        tile = tl.arange(0, PADDED_TILES)
+        in_float8 = tl.load(tile_log_sums + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        largest = tl.maximum(tl.maximum(tl.max(in_float8), tl.max(logit)), _LEAST)
+        # What the candidates were in float8 makes way for what they are.
+        candidates = tl.where(is_column, from_ordered(key & -GROUP), float("-inf"))
+        others = tl.sum(tl.exp(in_float8 - largest)) - tl.sum(tl.exp(candidates - largest))
+        total_sum = tl.maximum(others, 0.0) + tl.sum(tl.exp(logit - largest))
+        tl.store(log_sums + row, largest + tl.log(total_sum))
+    logit_keys = tl.where(is_column, to_ordered(logit), LOWEST)
+    for i in range(K):
+        best, best_column, logit_keys = pop(logit_keys, column)
+        tl.store(best_logits + row * K + i, from_ordered(best))
+        tl.store(best_columns + row * K + i, best_column.to(tl.int64))
 
 
-def shortlist_argmax(
-    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`sglang_dflash.ops.reference.shortlist_argmax.shortlist_argmax`."""
+def shortlist_top(
+    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`."""
     (bs, rows_per_request, size_k), num_columns = x.shape, weight.shape[0]
-    assert x.stride(2) == 1 and size_k % DEPTH == 0
+    candidates, group = num_candidates(k), group_size(k)
+    assert x.stride(2) == 1 and size_k % DEPTH == 0 and k <= triton.cdiv(num_columns, group)
     assert weight.is_contiguous() and weight8.is_contiguous() and scales.is_contiguous()
-    num_rows = bs * rows_per_request
-    maxima = torch.empty(num_rows, dtype=x.dtype, device=x.device)
-    columns = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    num_rows, device = bs * rows_per_request, x.device
+    logits = torch.empty((num_rows, k), dtype=torch.float32, device=device)
+    columns = torch.empty((num_rows, k), dtype=torch.int64, device=device)
+    log_sums = torch.empty(num_rows, dtype=torch.float32, device=device) if k > 1 else None
     if num_rows == 0:
-        return maxima, columns
-    num_tiles = triton.cdiv(num_columns, TILE)
-    rows8 = torch.empty((num_rows, size_k), dtype=FLOAT8, device=x.device)
-    keys = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=x.device)
-    pdl_is_available = pdl.is_available(x.device)
+        return logits, columns, log_sums
+    num_tiles, groups = triton.cdiv(num_columns, _TILE), _TILE // group
+    rows8 = torch.empty((num_rows, size_k), dtype=FLOAT8, device=device)
+    row_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
+    keys = torch.empty((num_rows, num_tiles * groups), dtype=torch.int32, device=device)
+    tile_log_sums = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device) if k > 1 else None
+    pdl_is_available = pdl.is_available(device)
     rows = (x, x.stride(0), x.stride(1), rows_per_request)
     _quantize_kernel[(num_rows,)](
         *rows,
         rows8,
+        row_scales,
         size_k,
         LARGEST=LARGEST,
         K=triton.next_power_of_2(size_k),
@@ -170,36 +211,45 @@ def shortlist_argmax(
     depth, stages, num_warps = next(tiling for most, tiling in _TILINGS.items() if tile_rows <= most)
     _shortlist_kernel[(num_tiles * num_row_tiles,)](
         rows8,
+        row_scales,
         weight8,
         scales,
         keys,
+        tile_log_sums,
         num_rows,
         num_row_tiles,
         num_columns,
         num_tiles,
         size_k,
         ROWS=tile_rows,
-        TILE=TILE,
+        TILE=_TILE,
+        GROUP=group,
         DEPTH=depth,
         STAGES=stages,
+        SUMS=k > 1,
         PDL=pdl_is_available,
         num_warps=num_warps,
         launch_pdl=pdl_is_available,
     )
-    _best_candidate_kernel[(num_rows,)](
+    _best_candidates_kernel[(num_rows,)](
         *rows,
         weight,
         keys,
+        tile_log_sums,
         num_tiles,
         size_k,
-        maxima,
+        logits,
         columns,
-        TILE=TILE,
+        log_sums,
+        K=k,
+        GROUP=group,
+        GROUPS=groups,
         PADDED_TILES=triton.next_power_of_2(num_tiles),
-        CANDIDATES=CANDIDATES,
-        BLOCK=_BLOCK,
+        CANDIDATES=candidates,
+        BLOCK=_NUMBERS // candidates,
+        SUMS=k > 1,
         PDL=pdl_is_available,
         num_warps=_CANDIDATE_WARPS,
         launch_pdl=pdl_is_available,
     )
-    return maxima, columns
+    return logits, columns, log_sums

@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
+from sglang_dflash.ops.reference.shortlist_top import group_size, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
+
+
+def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.dtype, device: str):
+    """Rows behind the first of each block, as a drafter's are, each like k columns of groups of their own, the first
+    the most; and a weight with columns of many sizes."""
+    sizes = torch.logspace(-0.3, 0, columns, device=device)[torch.randperm(columns, device=device)]
+    weight = torch.randn(columns, depth, device=device) * sizes[:, None]
+    num_groups = -(-columns // group_size(k))
+    groups = torch.rand(bs, rows + 1, num_groups, device=device).argsort(dim=-1)[..., :k]
+    like = (groups * group_size(k) + torch.randint(group_size(k), groups.shape, device=device)).clamp(max=columns - 1)
+    shares = torch.linspace(2, 1, k, device=device)[:, None] / sizes[like][..., None]
+    x = (weight[like] * shares).sum(dim=-2) + torch.randn(bs, rows + 1, depth, device=device) / 2
+    weight = weight.to(dtype)
+    return x.mul(20 / depth).to(dtype)[:, 1:], weight, *quantize_rows(weight), k
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bs", "rows", "columns", "depth", "k"),
+    [
+        (0, 15, 200, 256, 1),
+        (1, 15, 2000, 256, 1),
+        (1, 1, 1, 256, 1),
+        (3, 7, 127, 768, 1),
+        (2, 3, 129, 1280, 1),
+        (8, 15, 500, 256, 1),
+        (18, 15, 700, 256, 1),
+        (0, 15, 600, 256, 8),
+        (1, 15, 1500, 512, 8),
+        (3, 7, 129, 768, 2),
+        (5, 15, 300, 768, 3),
+        (2, 15, 1100, 1024, 16),
+    ],
+)
+def test_matches_reference(bs, rows, columns, depth, k, dtype, device):
+    arguments = operands(bs, rows, columns, depth, k, dtype, device)
+    (logits, columns, log_sums), (expected, expected_columns, expected_sums) = (
+        shortlist_top(*arguments),
+        reference(*arguments),
+    )
+    # Triton's interpreter truncates to bfloat16 where a GPU rounds, and so orders close ones otherwise.
+    torch.testing.assert_close(logits, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
+    torch.testing.assert_close(log_sums, expected_sums, rtol=0, atol=0.25 if dtype == torch.bfloat16 else 1e-3)
+    if dtype == torch.float16:
+        assert torch.equal(columns, expected_columns)
+    x, weight, *_ = arguments
+    of_columns = (weight[columns].float() * x.flatten(0, 1).float()[:, None]).sum(dim=-1)
+    torch.testing.assert_close(logits, of_columns, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_is_the_top(k, device):
+    x, weight, *others = operands(2, 15, 1500, 1024, k, torch.float16, device)
+    logits = x.flatten(0, 1).float() @ weight.float().T
+    best, columns, log_sums = shortlist_top(x, weight, *others)
+    torch.testing.assert_close(best, logits.gather(1, columns), rtol=2**-10, atol=0)
+    assert (columns == logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]).float().mean() > 0.97
+    if k > 1:
+        # Of the sixteenth, those columns that were no candidates are the most.
+        _, _, of_sixteenth = shortlist_top(x / 16, weight, *others)
+        torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1), rtol=0, atol=0.02)
+        torch.testing.assert_close(of_sixteenth, (logits / 16).logsumexp(dim=-1), rtol=0, atol=0.01)
+
+
+def test_first_of_equal_columns(device):
+    x, weight, *_ = operands(2, 5, 1000, 256, 1, torch.bfloat16, device)
+    weight[130] = 1.5 * torch.randn(256, device=device)
+    weight[600] = weight[130]
+    x[:] = weight[130]
+    _, columns, _ = shortlist_top(x, weight, *quantize_rows(weight), 1)
+    assert set(columns.flatten().tolist()) == {130}
+    _, columns, _ = shortlist_top(x, weight, *quantize_rows(weight), 2)
+    assert columns.tolist() == [[130, 600]] * 10
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_only_infinities_and_nan(k, device):
+    """Whatever a broken model computes, the tokens are of the vocabulary."""
+    x, weight, *others = operands(4, 1, 300, 256, k, torch.bfloat16, device)
+    x[0], x[1], x[2, 0, 5], x[3] = float("nan"), float("inf"), float("nan"), 0.0
+    _, columns, _ = shortlist_top(x, weight, *others)
+    assert columns.min() >= 0 and columns.max() < 300
