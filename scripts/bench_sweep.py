@@ -50,7 +50,7 @@ from bench.chart import draw
 from bench.engine import APIS, MODES, Configuration, EngineProcess, Load, Serving, Workload
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
-from bench.pairs import PAIRS, Pair, find_pair
+from bench.pairs import NORMAL_DRAFTERS, PAIRS, Pair, find_pair
 from bench.prompts import RANDOM_IDS, TINY_PROMPTS, Prompts, read_dataset, serving_format
 from bench.results import Results, markdown
 from bench.server import ServerProcess
@@ -83,6 +83,11 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
     by_target: dict[str, list[Pair]] = {}
     for name in args.pairs:
         pair = find_pair(name)
+        if pair.drafter in NORMAL_DRAFTERS and ("in-tree" in args.modes or args.measure == "serving"):
+            raise ValueError(
+                f"--pairs {name}: its drafter is loaded by an update, which the in-tree worker has not and --measure "
+                "serving does not ask for."
+            )
         by_target.setdefault(pair.target, []).append(pair)
     units = []
     for pairs in by_target.values():

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.pairs import STATE_SLOTS
+from bench.pairs import NORMAL_DRAFTERS, STATE_SLOTS
 from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
 
@@ -267,6 +267,10 @@ def serve(job: dict) -> None:
         nccl_port=job["nccl_port"],
     )
     check_server(engine.get_server_info(), configuration.mode, max_total_tokens)
+    if configuration.drafter in NORMAL_DRAFTERS:
+        updated, message, _ = engine.update_weights_from_disk(job["paths"][configuration.drafter], load_format="auto")
+        if not updated:
+            raise RuntimeError(f"the drafter's weights were not updated: {message}")
 
     def warm_up(index: int, concurrency: int) -> None:
         # The second time prompts come from the radix cache, which takes kernels that the first time does not compile.

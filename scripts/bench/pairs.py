@@ -105,6 +105,7 @@ _QWEN3_5_9B_DFLASH = _QWEN3_8B_DFLASH | {
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-8b-dflash": _QWEN3_8B_DFLASH,
+    "qwen3-8b-dflash-normal": _QWEN3_8B_DFLASH,
     "qwen3-8b-dflash-swa": _QWEN3_8B_DFLASH
     | {
         "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
@@ -184,6 +185,9 @@ SHAPES = {
     "small": _QWEN3_8B | _SMALL | {"num_hidden_layers": 6},
     "small-dflash": _QWEN3_8B_DFLASH | _SMALL | _WINDOWED,
 }
+# Drafters with normal weights. SGLang's dummies make attention a mean, and so all rows of a block the same draft: what
+# then verifies a chain is nearly one row, many times over.
+NORMAL_DRAFTERS = ("qwen3-8b-dflash-normal",)
 # Of the targets with recurrent layers, the slots for states that SGLang gives a request under overlap scheduling.
 STATE_SLOTS = dict.fromkeys(("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"), 5)
 
@@ -209,6 +213,7 @@ class Pair:
 PAIRS = {
     "tiny": Pair("tiny", "tiny-dflash", share=(0.33, 0.33)),
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
+    "qwen3-8b-normal": Pair("qwen3-8b", "qwen3-8b-dflash-normal", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
     "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
     "qwen3-30b-a3b": Pair("qwen3-30b-a3b", "qwen3-30b-a3b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
@@ -238,8 +243,8 @@ def find_pair(name: str) -> Pair:
 def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
     """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights.
 
-    Its `max_position_embeddings` grows to `positions`, for prompts that the real model has no room for. A target gets a
-    tokenizer too.
+    Those of `NORMAL_DRAFTERS` are written, too, for an update behind the start. Its `max_position_embeddings` grows to
+    `positions`, for prompts that the real model has no room for. A target gets a tokenizer too.
     """
     if model in _TINY:
         return str(_TINY[model])
@@ -251,7 +256,27 @@ def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
     (path / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": positions}))
     if "num_target_layers" not in SHAPES[model]:
         write_tokenizer(path, SHAPES[model]["vocab_size"])
+    if model in NORMAL_DRAFTERS and not (path / "model.safetensors").exists():
+        write_normal_weights(path, SHAPES[model])
     return str(path)
+
+
+def write_normal_weights(folder: Path, config: dict) -> None:
+    """Matrices of N(0, 0.02), and ones for norms, in bf16."""
+    # Who writes no weights need not wait for these.
+    import torch
+    from safetensors.torch import save_file
+
+    from sglang_dflash.oracle.drafter import ReferenceDrafter
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in ReferenceDrafter(config).state_dict().items()}
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(std=0.02, generator=generator)
+        for name, shape in shapes.items()
+    }
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

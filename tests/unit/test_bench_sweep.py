@@ -8,11 +8,12 @@ import pytest
 from bench import groups
 from bench.chart import Panel, draw, panels
 from bench.engine import Answer, Configuration, Load, accuracy, environment, summarize_answers
-from bench.pairs import TINY_PAIR, Pair, checkpoint, find_pair
+from bench.pairs import SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
 from transformers import AutoTokenizer
 
+from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
 
 SETUP = {"hardware": "a machine", "versions": "sglang 0.5.23", "method": "How.", "measure": "requests", "repeats": 3}
@@ -177,6 +178,15 @@ def test_dummy_weights_can_speak(tmp_path):
     assert not (Path(checkpoint("small-dflash", tmp_path)) / "tokenizer.json").exists()
 
 
+def test_normal_weights(tmp_path):
+    write_normal_weights(tmp_path, SHAPES["small-dflash"])
+
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["small-dflash"]))
+    weights = ReferenceDrafter.from_pretrained(tmp_path).state_dict()
+    assert (weights["norm.weight"] == 1).all()
+    assert weights["fc.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+
+
 def test_pairs():
     assert find_pair("a/b:c/d") == Pair("a/b", "c/d")
     with pytest.raises(ValueError, match="--pairs qwen4: neither one of tiny"):
@@ -188,6 +198,8 @@ def test_pairs():
     [
         ("--modes in-tree --device cpu", "--modes in-tree"),
         ("--pairs a/b:c/d", "--datasets: needed"),
+        ("--pairs qwen3-8b-normal --device cuda", "--pairs qwen3-8b-normal: its drafter"),
+        ("--pairs qwen3-8b-normal --modes ours --measure serving", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
         ("--measure decode --prompt-tokens 64", "--measure decode: with trained weights"),
         ("--measure decode --accept-length 4", "--measure decode: with trained weights"),
