@@ -78,11 +78,11 @@ class Results:
                     "another --out."
                 )
             self.commands = saved["commands"]
-            # Files in which no rates, temperatures and trees were measured do not name them; whether rows were adaptive
-            # was the same for a whole file.
-            others = {"request_rate": None, "temperature": 0.0, "nodes": None}
-            others |= {"adaptive": saved["setup"].get("adaptive", False)}
-            self.runs = [others | run for run in saved["runs"]]
+            self.runs = [
+                figure["of"] | {"repeat": repeat} | measured
+                for figure in saved["figures"]
+                for repeat, measured in enumerate(figure["repeats"])
+            ]
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -98,7 +98,11 @@ class Results:
             self.commands.append(command)
         keys = [_part(run, KEY) for run in runs]
         self.runs = [run for run in self.runs if _part(run, KEY) not in keys] + runs
-        saved = {"setup": self.setup, "commands": self.commands, "runs": self.runs}
+        figures = [
+            {"of": dict(zip(KEY, key, strict=True)), "repeats": [_measured(run) for run in runs]}
+            for key, runs in self.repeats().items()
+        ]
+        saved = {"setup": self.setup, "commands": self.commands, "figures": figures}
         # A sweep may be interrupted at any time.
         new = self._path.with_suffix(".json.new")
         new.write_text(json.dumps(saved) + "\n")
@@ -110,6 +114,11 @@ class Results:
         for run in self.runs:
             by_key.setdefault(_part(run, KEY), []).append(run)
         return by_key
+
+
+def _measured(run: dict) -> dict:
+    # To six digits, which is more than any of them is known to.
+    return {name: float(f"{run[name]:.6g}") for name in METRICS if name in run}
 
 
 def _part(run: dict, names: tuple[str, ...]) -> tuple:

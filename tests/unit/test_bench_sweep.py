@@ -449,16 +449,6 @@ def test_arrivals_have_a_column_and_a_panel(tmp_path):
     assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
 
 
-def test_files_from_before_rates_and_temperatures_were_measured(tmp_path):
-    results = Results(tmp_path / "r.json", SETUP)
-    results.add_round(runs_of("none", [10.0]), "command")
-    saved = json.loads((tmp_path / "r.json").read_text())
-    del saved["runs"][0]["request_rate"], saved["runs"][0]["temperature"]
-    (tmp_path / "r.json").write_text(json.dumps(saved))
-
-    assert table(Results(tmp_path / "r.json", SETUP)) == table(results)
-
-
 def test_a_chart_has_a_panel_along_every_axis(tmp_path):
     results = Results(tmp_path / "r.json", SETUP)
     results.add_round(runs_of("ours", [110.0, 60.0, 80.0]), "command")
