@@ -276,7 +276,10 @@ def write_normal_weights(folder: Path, config: dict) -> None:
         name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(std=0.02, generator=generator)
         for name, shape in shapes.items()
     }
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
+    new = folder / "model.safetensors.new"
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, new)
+    # One that was interrupted is written again.
+    new.rename(folder / "model.safetensors")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

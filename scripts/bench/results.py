@@ -61,7 +61,7 @@ class Results:
         runs: one dict of `KEY`, "repeat" and `METRICS` each.
 
     Raises:
-        ValueError: the file is of another set-up, whose figures these cannot stand beside.
+        ValueError: the file is of another kind, or of another set-up, whose figures these cannot stand beside.
     """
 
     def __init__(self, path: Path, setup: dict) -> None:
@@ -71,6 +71,8 @@ class Results:
         self.runs: list[dict] = []
         if path.exists():
             saved = json.loads(path.read_text())
+            if "figures" not in saved:
+                raise ValueError(f"{path} is not a sweep's, or of an older version; choose another --out.")
             differing = [name for name in setup | saved["setup"] if setup.get(name) != saved["setup"].get(name)]
             if differing:
                 raise ValueError(
@@ -87,7 +89,7 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         """What was measured, whatever the set-up."""
-        return cls(path, json.loads(path.read_text())["setup"])
+        return cls(path, json.loads(path.read_text()).get("setup", {}))
 
     def has(self, key: dict) -> bool:
         return any(_part(run, KEY) == _part(key, KEY) for run in self.runs)

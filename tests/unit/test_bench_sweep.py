@@ -449,6 +449,15 @@ def test_arrivals_have_a_column_and_a_panel(tmp_path):
     assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
 
 
+def test_files_that_are_no_sweeps(tmp_path):
+    (tmp_path / "r.json").write_text('{"setup": {}, "runs": []}')
+
+    with pytest.raises(ValueError, match=r"r\.json is not a sweep's"):
+        Results(tmp_path / "r.json", SETUP)
+    with pytest.raises(ValueError, match=r"r\.json is not a sweep's"):
+        Results.load(tmp_path / "r.json")
+
+
 def test_a_chart_has_a_panel_along_every_axis(tmp_path):
     results = Results(tmp_path / "r.json", SETUP)
     results.add_round(runs_of("ours", [110.0, 60.0, 80.0]), "command")
