@@ -19,7 +19,7 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
 )
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import create_context, use_context
+from sglang.srt.runtime_context import create_context, get_exec, use_context
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from windowed import WINDOW, write_windowed_pair
@@ -133,6 +133,29 @@ def kv_dtype(is_draft_worker: bool) -> torch.dtype:
 def served(args: ServerArgs):
     """Meanwhile SGLang's configuration is that of a server with these arguments."""
     return use_context(create_context(args, role="scheduler"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        # Of each graph a block of each request.
+        ({}, (1 + 2 + 4 + 8) * 16),
+        ({"speculative_adaptive": True}, (1 + 2 + 4 + 8) * (1 + 4 + 8 + 12 + 16)),
+        ({"speculative_adaptive": True, "speculative_eagle_topk": 4}, (1 + 2 + 4 + 8) * (1 + 4 + 8 + 16)),
+        # Those beyond all graphs have their logits while they are computed.
+        ({"max_running_requests": 9}, (1 + 2 + 4 + 8 + 9) * 16),
+        ({"max_running_requests": 6}, (1 + 2 + 4 + 6) * 16),
+    ],
+)
+def test_every_graph_keeps_its_logits(flags, rows):
+    args = server_args(TARGET_DIR, DRAFTER_DIR, **({"max_running_requests": 8} | flags))
+    model = ModelConfig.from_server_args(args)
+    with served(args):
+        decode = get_exec().graph.cuda_graph_config.decode
+        decode.backend, decode.bs, decode.max_bs = "full", [1, 2, 4, 8], 8
+        memory = CycleMemory.of(configurator(args, model, DTYPE))
+
+    assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
 
 
 @pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
