@@ -59,7 +59,9 @@ class Shortlist:
             return None
         first, num_columns, _ = parts[0]
         weight = lm_head.weight.data[first : first + num_columns]
-        if not small_m_linear.is_measured(weight) or weight.numel() < _MIN_NUMBERS or weight.shape[1] % DEPTH:
+        # Of the last rank, which may have fewer tokens, as of the others: keys of ranks have to be alike.
+        is_large = lm_head.weight.numel() >= _MIN_NUMBERS
+        if not small_m_linear.is_measured(weight) or not is_large or weight.shape[1] % DEPTH:
             return None
         log_info_on_rank0(
             logger, f"Drafts are chosen by a copy of the lm_head in float8, {weight.numel() >> 20} MiB of each GPU."

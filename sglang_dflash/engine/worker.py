@@ -88,8 +88,8 @@ class _Eager:
 @cache
 def _log_chains() -> None:
     logger.info(
-        "Requests with grammars, penalties, biases, processors, log probabilities or seeds, or with all three filters, "
-        "are verified in chains, not in trees: what is applied to their logits depends on the tokens before each."
+        "Requests that SGLang's sampler chooses for (those with grammars, penalties, min_new_tokens, biases, "
+        "processors, log probabilities, seeds or all three filters) are verified in chains, not in trees."
     )
 
 

@@ -41,7 +41,12 @@ _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "Some tensors may have been loaded: the weights are mixed until an update of all of them succeeds."
 
 # How SGLang's messages begin where it has not loaded anything yet.
-_BEFORE_LOADING = ("Failed to get weights iterator", "Failed to get model loader")
+_BEFORE_LOADING = (
+    "Failed to get weights iterator",
+    "Failed to get model loader",
+    "IPC weight update failed: ImportError",
+    "Online weight updates are not supported",
+)
 
 
 def update_weights_from_disk(
@@ -146,10 +151,11 @@ def end_weight_update(
 ) -> EndWeightUpdateReqOutput:
     """AROUND `SchedulerWeightUpdaterManager.end_weight_update`: what another process has written into weights (RDMA)
     came past every loader."""
-    output = original(manager, recv_req)
-    if manager.scheduler.spec_algorithm.is_dflash():
-        _weights_have_changed()
-    return output
+    try:
+        return original(manager, recv_req)
+    finally:
+        if manager.scheduler.spec_algorithm.is_dflash():
+            _weights_have_changed()
 
 
 def _weights_have_changed() -> None:

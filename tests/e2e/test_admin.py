@@ -85,6 +85,7 @@ REFUSED = [
     ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "begin_weight_update"),
     ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, "begin_weight_update"),
     ("/update_weights_from_ipc", {"zmq_handles": {}}, "checkpoint-engine is not installed"),
+    ("/update_weights_from_ipc", {"zmq_handles": {}}, NOTHING_LOADED),
     ("/end_weight_update", {}, "no weight-update session is open"),
     ("/weights_checker", {"action": "x"}, "Unsupported action='x'"),
     ("/get_weights_by_name", {"name": "x"}, "failed"),
