@@ -60,7 +60,7 @@ from sglang_dflash.engine.tree_cycle import TreeCycle
 from sglang_dflash.integration.arguments import num_candidates
 from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
-from sglang_dflash.integration.request_limits import check_window_pool
+from sglang_dflash.integration.request_limits import check_pool, check_window_pool
 from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.types import Block
 from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
@@ -388,6 +388,7 @@ class DFlashWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, draft_pool, token_to_kv_pool_allocator)
         self.req_to_token_pool = req_to_token_pool
         assert len(req_to_token_pool.req_to_token) <= self._sampler.num_slots
+        check_pool(memory_pool_config, target_runner.page_size)
         check_window_pool(memory_pool_config, target_runner.sliding_window_size, target_runner.page_size)
         self._kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, self.draft_model_runner.token_to_kv_pool)
         logger.info("%s", self._kv_memory)

@@ -78,8 +78,11 @@ UNSUPPORTED = (
     "enable_nvidia_megakernel",
     # Kernels are launched, and attention is planned, in ways that it cannot trace.
     "enable_torch_compile",
+    # Front ends in processes into which SGLang loads no plugins: requests would not be checked.
+    "tokenizer_worker_num",
     # What is served, and what is returned with it.
     "is_embedding",
+    "enable_mis",
     "encoder_only",
     "dllm_algorithm",
     "enable_lora",

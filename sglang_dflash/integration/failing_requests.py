@@ -54,21 +54,23 @@ def is_watched(sampler: Sampler) -> bool:
     return sampler in _checks
 
 
-def preprocess_logits(original, sampler: Sampler, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+def preprocess_logits(
+    original, sampler: Sampler, logits: torch.Tensor, sampling_info: SamplingBatchInfo
+) -> torch.Tensor:
     """AROUND `Sampler._preprocess_logits`: [T, V] logits, changed in place, so that every row has a token to draw."""
     checks = _checks.get(sampler)
     if checks is None:
-        return original(sampler, logits, info)
+        return original(sampler, logits, sampling_info)
     errors = {}
-    if info.has_custom_logit_processor:
-        errors = apply_processors(logits, info)
-        info = replace(info, has_custom_logit_processor=False)
+    if sampling_info.has_custom_logit_processor:
+        errors = apply_processors(logits, sampling_info)
+        sampling_info = replace(sampling_info, has_custom_logit_processor=False)
     logits.clamp_(max=MAX_LOGIT)
     # The largest of values with a NaN is NaN.
     failed = ~(logits.amax(dim=-1) > -torch.inf)
     logits.masked_fill_(failed[:, None], 0)
     checks.put(failed, errors)
-    return original(sampler, logits, info)
+    return original(sampler, logits, sampling_info)
 
 
 def apply_processors(logits: torch.Tensor, info: SamplingBatchInfo) -> dict[int, str]:

@@ -22,13 +22,13 @@ def capture_last_hidden_states(target_model: nn.Module) -> None:
 
 
 def append_last_hidden_states(
-    original, processor: LogitsProcessor, hidden_states, hidden_states_before_norm, aux_hidden_states, *rest
+    original, processor: LogitsProcessor, hidden_states, hidden_states_before_norm, aux_hidden_states, *args, **kwargs
 ):
     """AROUND `LogitsProcessor._get_hidden_states_to_store`; `aux_hidden_states` are the captured layers."""
     if processor in _targets and aux_hidden_states is not None:
         captured = [aux_hidden_states] if isinstance(aux_hidden_states, torch.Tensor) else aux_hidden_states
         aux_hidden_states = [*captured, hidden_states]
-    return original(processor, hidden_states, hidden_states_before_norm, aux_hidden_states, *rest)
+    return original(processor, hidden_states, hidden_states_before_norm, aux_hidden_states, *args, **kwargs)
 
 
 def capture_layers(

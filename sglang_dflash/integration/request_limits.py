@@ -14,6 +14,20 @@ from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.integration.arguments import serves_dflash
 
 
+def check_pool(config: MemoryPoolConfig, page_size: int) -> None:
+    """Raise :class:`ConfigError` if the target's pool has no room for a prompt and a decode step.
+
+    `leave_room_for_blocks` would end every request with its first token.
+    """
+    needed = get_alloc_reserve_per_decode() + page_size
+    if config.max_total_num_tokens <= needed:
+        raise ConfigError(
+            f"the KV pool has room for {config.max_total_num_tokens} tokens, and one decode step of DFLASH reserves "
+            f"{needed}; raise --max-total-tokens or --mem-fraction-static, or verify fewer tokens "
+            "(--speculative-num-draft-tokens)."
+        )
+
+
 def check_window_pool(config: MemoryPoolConfig, window: int | None, page_size: int) -> None:
     """Raise :class:`ConfigError` if the pools of a windowed target cannot hold one request in decode.
 

@@ -60,6 +60,8 @@ REFUSED_PARAMS = ("beam_width", "watermark")
 INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 # Fields of a request that ask for what DFLASH does not collect.
 REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk", "return_sampling_mask")
+# Of scoring at some tokens of a prompt only; SGLang ignores them where there is speculation.
+REFUSED_POSITIONS = ("token_indices_to_pool", "multi_item_delimiter_indices")
 
 # SGLang makes every answer's state up front, so that an n of millions would end the server: a request may multiply its
 # prompts by `FREE_N`, and by more up to so many answers.
@@ -118,6 +120,9 @@ def generate_request(
         n = max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
             raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
+        for name in REFUSED_POSITIONS:
+            if getattr(obj, name) is not None:
+                raise ValueError(f"{name} (score_extraction_token of /v1/score) is not supported with DFLASH.")
         check_lists(obj, num_prompts, is_batch or n > 1)
         check_objects(obj)
     return original(manager, obj, *args, **kwargs)

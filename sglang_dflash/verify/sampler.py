@@ -377,7 +377,7 @@ def sample_by_row(
     original,
     sampler: Sampler,
     probs: torch.Tensor,
-    info: SamplingBatchInfo,
+    sampling_info: SamplingBatchInfo,
     positions: torch.Tensor,
     simple_sampling_case: bool,
 ) -> tuple[torch.Tensor, object]:
@@ -386,9 +386,9 @@ def sample_by_row(
     SGLang draws seeded tokens in the order of the vocabulary where no request of a batch has a filter, else in the
     order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
     """
-    tokens, capture = original(sampler, probs, info, positions, simple_sampling_case)
-    if not failing_requests.is_watched(sampler) or info.sampling_seed is None or simple_sampling_case:
+    tokens, capture = original(sampler, probs, sampling_info, positions, simple_sampling_case)
+    if not failing_requests.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
         return tokens, capture
-    is_unfiltered = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1.0)
-    unfiltered, _ = original(sampler, probs, info, positions, True)
+    is_unfiltered = (sampling_info.top_ks == TOP_K_ALL) & (sampling_info.top_ps == 1.0)
+    unfiltered, _ = original(sampler, probs, sampling_info, positions, True)
     return torch.where(is_unfiltered, unfiltered, tokens), capture

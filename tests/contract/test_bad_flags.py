@@ -125,6 +125,7 @@ UNSUPPORTED_VALUES = {
     "elastic_ep_backend": "mooncake",
     "disaggregation_mode": "decode",
     "startup_weight_load_mode": "overlap",
+    "tokenizer_worker_num": 2,
     "weight_cache_mode": "client",
     "lora_paths": ["adapter"],
     "dllm_algorithm": "LowConfidence",
@@ -151,6 +152,7 @@ COMPANIONS = {
     "attn_dp_size": {"tp_size": 2},
     "enable_prefill_cp": {"cp_strategy": "zigzag"},
     "enable_dp_attention": {"tp_size": 2, "dp_size": 2},
+    "enable_mis": {"attention_backend": "flashinfer"},
 }
 
 

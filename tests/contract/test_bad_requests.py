@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.integration.validate_requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
+from sglang_dflash.integration.validate_requests import (
+    BY_SAMPLER,
+    BY_SGLANG,
+    INTERNAL,
+    REFUSED_OUTPUTS,
+    REFUSED_PARAMS,
+    REFUSED_POSITIONS,
+)
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
@@ -208,6 +215,16 @@ def test_unsupported_is_refused_by_name(server, name):
     message = response.json()["error"]["message"]
     assert message.startswith(name.split()[0])
     assert len(message) < 200
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("name", REFUSED_POSITIONS)
+def test_scoring_at_some_tokens_is_refused(server, name):
+    """SGLang would answer with all tokens where there is speculation."""
+    asked = {"input_ids": [5, 6, 7], "return_logprob": True, "token_ids_logprob": [5], name: [1]}
+    response = post(server, "/generate", json=asked | {"sampling_params": {"max_new_tokens": 0}})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(name)
 
 
 @pytest.mark.usefixtures("undisturbed")

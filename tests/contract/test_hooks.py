@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pkgutil
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_every_hook_is_in_effect():
 @pytest.mark.parametrize("hook", LOSABLE, ids=lambda hook: hook.target.rpartition("srt.")[2])
 def test_every_hook_says_why_and_until_when(hook):
     assert hook.why and hook.until
+
+
+@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target)
+def test_every_hook_takes_what_is_passed_by_name(hook):
+    """Callers name what they pass, some of them where DFLASH is not served."""
+    function = list(inspect.signature(hook.function).parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in function):
+        return
+    # What SGLang has in front of its own: the function that is wrapped, or its result.
+    names = [parameter.name for parameter in function][hook.kind in (HookType.AROUND, HookType.AFTER) :]
+    expected = list(inspect.signature(pkgutil.resolve_name(hook.target)).parameters)
+    if hook.kind is HookType.REPLACE:
+        # What a stand-in does not know it must not be given: a call that does fails.
+        expected = expected[: len(names)]
+    # Of a method the first is never named.
+    is_method = expected[:1] == ["self"]
+    assert names[is_method:] == expected[is_method:]
 
 
 def test_hook_that_is_not_bound_is_found(monkeypatch):

@@ -13,7 +13,14 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.integration.validate_requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_OUTPUTS, REFUSED_PARAMS
+from sglang_dflash.integration.validate_requests import (
+    BY_SAMPLER,
+    BY_SGLANG,
+    INTERNAL,
+    REFUSED_OUTPUTS,
+    REFUSED_PARAMS,
+    REFUSED_POSITIONS,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -37,6 +44,8 @@ PROVEN = {
     "return_sampling_mask": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
     "return_routed_experts": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
     "return_indexer_topk": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
+    "multi_item_delimiter_indices": "contract/test_bad_requests.py::test_scoring_at_some_tokens_is_refused",
+    "token_indices_to_pool": "contract/test_bad_requests.py::test_scoring_at_some_tokens_is_refused",
     "lora_path": "contract/test_bad_requests.py::test_malformed_is_refused",
     "watermark": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
     "cache_salt": "contract/test_bad_requests.py::test_what_a_greedy_request_does_not_heed",
@@ -115,9 +124,6 @@ OF_THE_PROMPT = {
     "images_config",
     # Which prompts share a prefix in the radix cache.
     "extra_key",
-    # Of scoring, which generates nothing.
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
 }
 # Without effect on a server that was not started with a flag that DFLASH refuses (`arguments.UNSUPPORTED`), or without
 # an output that it refuses.
@@ -142,7 +148,7 @@ def test_every_field_is_classified():
     sampling = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert set(classified) == fields | sampling
     assert sampling == {*BY_SGLANG, *BY_SAMPLER, *REFUSED_PARAMS, *INTERNAL}
-    assert {*REFUSED_OUTPUTS, *REFUSED_PARAMS} < set(PROVEN)
+    assert {*REFUSED_OUTPUTS, *REFUSED_PARAMS, *REFUSED_POSITIONS} < set(PROVEN)
 
 
 def test_every_proof_exists():

@@ -14,6 +14,18 @@ def test_server_without_speculation(pair, prompts, oracle):
     assert not [key for key in answer["meta_info"] if key.startswith("spec_")]
 
 
+@pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
+def test_scores(pair, prompts):
+    """SGLang computes these without a decode step where there is no speculation."""
+    body = {"model": "m", "query": "def f(", "items": ["x", "y)"], "label_token_ids": [5, 6, 7]}
+    expected, answer = (server.post("/v1/score", body)["scores"] for server in (pair.plain, pair.dflash))
+
+    assert len(expected) == 2
+    assert [pytest.approx(scores, abs=1e-5) for scores in expected] == answer
+    # Nothing was lost meanwhile.
+    assert pair.plain.generate(prompts[0], max_new_tokens=2)["output_ids"]
+
+
 def test_server_without_the_plugin(keeper, prompts, oracle):
     """What SGLang cannot be imported without on a CPU does not come through its plugins."""
     server = keeper.server(Settings("no-plugins", env=(("SGLANG_PLUGINS", "none"),)), dflash=False)

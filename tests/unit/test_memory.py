@@ -27,7 +27,7 @@ from windowed import WINDOW, write_windowed_pair
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.integration.arguments import load_drafter_config
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory, logit_bytes
-from sglang_dflash.integration.request_limits import check_window_pool
+from sglang_dflash.integration.request_limits import check_pool, check_window_pool
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
@@ -284,6 +284,16 @@ def test_pool_of_sliding_layers_that_is_too_small_for_a_request(tmp_path):
         with pytest.raises(ConfigError) as caught:
             check_window_pool(MemoryPoolConfig(5000, swa_max_total_num_tokens=needed - 1), 47, page_size=1)
     assert f"room for {needed - 1} tokens" in str(caught.value) and "--swa-full-tokens-ratio" in str(caught.value)
+
+
+def test_pool_that_is_too_small_for_a_decode_step():
+    reserved = 2 * 16
+    with served(server_args(TARGET_DIR, DRAFTER_DIR)):
+        check_pool(MemoryPoolConfig(reserved + 2), page_size=1)
+        with pytest.raises(
+            ConfigError, match=f"room for {reserved + 1} tokens, .* reserves {reserved + 1}; raise --max"
+        ):
+            check_pool(MemoryPoolConfig(reserved + 1), page_size=1)
 
 
 def test_target_without_full_layers():
