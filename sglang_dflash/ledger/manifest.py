@@ -215,6 +215,14 @@ USES = (
             "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
         ),
     ),
+    Use(
+        "integration/pool_sizing.py",
+        "of which batch sizes there are graphs, and that each keeps what its forward returns",
+        (
+            f"{_GRAPHS}.base_cuda_graph_runner.get_batch_sizes_to_capture",
+            "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
+        ),
+    ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
     Use(
         "engine/graphs.py",
