@@ -66,11 +66,13 @@ class CycleMemory:
             there while they are computed, for batches that are larger than all of them.
         sampler: what SGLang's sampler holds at its most, of the requests whose tokens it chooses.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
+        context: the drafter's k and v projections of all layers, side by side, besides the drafter's own weights.
     """
 
     logits: int
     sampler: int
     indices: int
+    context: int
 
     @classmethod
     def of(cls, configurator: KVCacheConfigurator) -> CycleMemory:
@@ -92,10 +94,13 @@ class CycleMemory:
         # Of a target with windows there is a list for its sliding layers, and one for the others.
         index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
         index_bytes *= 1 + configurator.is_hybrid_swa
+        drafter = load_drafter_config(configurator.server_args)
+        per_feature = drafter.kv_bytes_per_token(configurator.model_dtype.itemsize, get_parallel().tp_size)
         return cls(
             logits=rows * model_config.vocab_size * logit_bytes(configurator),
             sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),
             indices=captured * model_config.context_len * index_bytes,
+            context=per_feature * drafter.hidden_size,
         )
 
     @property

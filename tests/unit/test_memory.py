@@ -156,6 +156,8 @@ def test_every_graph_keeps_its_logits(flags, rows):
         memory = CycleMemory.of(configurator(args, model, DTYPE))
 
     assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
+    # Of 3 layers, 2 KV heads of 64, and a hidden size of 256.
+    assert memory.context == 3 * 2 * 2 * 64 * 256 * DTYPE.itemsize
 
 
 @pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
