@@ -37,6 +37,13 @@ def tree_widths(num_nodes: int) -> tuple[int, ...]:
     return (1, *reversed(widths))
 
 
+def verify_widths(num_rows: int, is_adaptive: bool, has_trees: bool) -> tuple[int, ...]:
+    """What a server chooses from, ascending: without a choice, all rows."""
+    if not is_adaptive:
+        return (num_rows,)
+    return tree_widths(num_rows) if has_trees else chain_widths(num_rows)
+
+
 class Gains(Protocol):
     """What every row has been worth so far."""
 

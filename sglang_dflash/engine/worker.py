@@ -49,8 +49,7 @@ from sglang_dflash.engine.adaptive_width import (
     MeasuredCost,
     TreeGains,
     VerifyWidth,
-    chain_widths,
-    tree_widths,
+    verify_widths,
 )
 from sglang_dflash.engine.cycle import DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
@@ -436,9 +435,8 @@ class DFlashWorker(BaseSpecWorker):
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
         num_rows, has_trees = self._cycle.num_rows, self._tree_attention is not None
-        widths, gains = (num_rows,), TreeGains(num_rows) if has_trees else ChainGains(num_rows)
-        if is_adaptive:
-            widths = tree_widths(num_rows) if has_trees else chain_widths(num_rows)
+        widths = verify_widths(num_rows, is_adaptive, has_trees)
+        gains = TreeGains(num_rows) if has_trees else ChainGains(num_rows)
         # Of the cycles that the scheduler has not seen the end of, in order.
         self._tree_counts: deque[torch.Tensor | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None

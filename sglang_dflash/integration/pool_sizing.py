@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import attention_backends, get_exec, get_paralle
 from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import draft_model_config
-from sglang_dflash.engine.adaptive_width import chain_widths, tree_widths
+from sglang_dflash.engine.adaptive_width import verify_widths
 from sglang_dflash.integration.arguments import load_drafter_config, num_candidates
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify.sampler import sampler_bytes
@@ -82,10 +82,8 @@ class CycleMemory:
         decode = get_exec().graph.cuda_graph_config.decode
         sizes = [] if decode.backend == Backend.DISABLED else graph_sizes(decode.bs, running)
         captured = max(sizes, default=0)
-        widths = [block_size]
-        if get_spec().speculative_adaptive:
-            is_chain = num_candidates(configurator.server_args, model_config) == 1
-            widths = chain_widths(block_size) if is_chain else tree_widths(block_size)
+        has_trees = num_candidates(configurator.server_args, model_config) > 1
+        widths = verify_widths(block_size, get_spec().speculative_adaptive, has_trees)
         rows = sum(sizes) * sum(widths) + (running * block_size if running > captured else 0)
         per_request = sampler_bytes(model_config.vocab_size, block_size)
         at_a_time = min(running * per_request, max(SETTINGS.sampler_bytes, per_request))
@@ -94,13 +92,14 @@ class CycleMemory:
         # Of a target with windows there is a list for its sliding layers, and one for the others.
         index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
         index_bytes *= 1 + configurator.is_hybrid_swa
-        drafter = load_drafter_config(configurator.server_args)
-        per_feature = drafter.kv_bytes_per_token(configurator.model_dtype.itemsize, get_parallel().tp_size)
+        capture = configurator.spec_aux_config
+        drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
+        num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
             logits=rows * model_config.vocab_size * logit_bytes(configurator),
             sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),
             indices=captured * model_config.context_len * index_bytes,
-            context=per_feature * drafter.hidden_size,
+            context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
         )
 
     @property

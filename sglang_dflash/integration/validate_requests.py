@@ -122,7 +122,10 @@ def generate_request(
             raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
         for name in REFUSED_POSITIONS:
             if getattr(obj, name) is not None:
-                raise ValueError(f"{name} (score_extraction_token of /v1/score) is not supported with DFLASH.")
+                raise ValueError(
+                    f"{name} is not supported with DFLASH, where scores are of all tokens of a prompt, not of some "
+                    "(score_extraction_token of /v1/score)."
+                )
         check_lists(obj, num_prompts, is_batch or n > 1)
         check_objects(obj)
     return original(manager, obj, *args, **kwargs)
