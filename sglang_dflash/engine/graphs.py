@@ -290,9 +290,19 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         backends = [*parts(self.attn_backend), *([] if self._draft_plan is None else [self.draft_backend])]
         # The next variant of this size gets new ones.
         layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
+        # Not for CPUs, where this module is imported too.
+        from sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor import weak_ref_tensor
+
+        # What takes most of the memory is read right after a replay, if at all: the next graph is captured in it.
+        output = replace(
+            step.output,
+            next_token_logits=weak_ref_tensor(step.output.next_token_logits),
+            hidden_states=weak_ref_tensor(step.output.hidden_states),
+        )
+        settled = replace(step.settled, hidden_states=weak_ref_tensor(step.settled.hidden_states))
         # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, step.settled, layouts)
-        return step.output
+        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, settled, layouts)
+        return output
 
     # --- replay -----------------------------------------------------------------------------------------------------
 

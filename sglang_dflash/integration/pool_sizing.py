@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,8 +16,7 @@ from sglang.srt.runtime_context import attention_backends, get_exec, get_paralle
 from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import draft_model_config
-from sglang_dflash.engine.adaptive_width import verify_widths
-from sglang_dflash.integration.arguments import load_drafter_config, num_candidates
+from sglang_dflash.integration.arguments import load_drafter_config
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify.sampler import sampler_bytes
 
@@ -62,8 +60,8 @@ class CycleMemory:
     """What decode cycles of as many requests as may run need beside the pools, on one rank, in bytes.
 
     Attributes:
-        logits: of all verified tokens (see `logit_bytes`): every graph keeps its own, and without a graph they are
-            there while they are computed, for batches that are larger than all of them.
+        logits: of all verified tokens (see `logit_bytes`), while they are computed: in the largest graph, in whose
+            memory the others are, and without a graph for batches that are larger than all of them.
         sampler: what SGLang's sampler holds at its most, of the requests whose tokens it chooses.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
         context: the drafter's k and v projections of all layers, side by side, besides the drafter's own weights.
@@ -80,11 +78,9 @@ class CycleMemory:
         model_config, block_size = configurator.model_config, get_spec().speculative_num_draft_tokens
         running = get_schedule().max_running_requests
         decode = get_exec().graph.cuda_graph_config.decode
-        sizes = [] if decode.backend == Backend.DISABLED else graph_sizes(decode.bs, running)
-        captured = max(sizes, default=0)
-        has_trees = num_candidates(configurator.server_args, model_config) > 1
-        widths = verify_widths(block_size, get_spec().speculative_adaptive, has_trees)
-        rows = sum(sizes) * sum(widths) + (running * block_size if running > captured else 0)
+        # SGLang makes no graph that is larger than the requests that may run.
+        captured = 0 if decode.backend == Backend.DISABLED else min(decode.max_bs, running)
+        rows = (captured + (running if running > captured else 0)) * block_size
         per_request = sampler_bytes(model_config.vocab_size, block_size)
         at_a_time = min(running * per_request, max(SETTINGS.sampler_bytes, per_request))
         is_seeded = get_exec().deterministic.enable_deterministic_inference
@@ -109,12 +105,6 @@ class CycleMemory:
     def __str__(self) -> str:
         parts = ", ".join(f"{num_bytes / 2**20:.0f} MiB for {name}" for name, num_bytes in asdict(self).items())
         return f"Decode cycles are left {parts}, beside what mem_fraction_static leaves."
-
-
-def graph_sizes(sizes: Sequence[int], running: int) -> list[int]:
-    """The batch sizes that SGLang captures graphs of, out of those of a server in which so many requests may run
-    (`base_cuda_graph_runner.get_batch_sizes_to_capture`)."""
-    return sorted({min(size, running) for size in sizes})
 
 
 def logit_bytes(configurator: KVCacheConfigurator) -> int:
