@@ -408,9 +408,12 @@ def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: 
     block_size = resolve_block_size(trained, dflash_block_size, None)
     num_nodes = block_size if num_draft_tokens is None else int(num_draft_tokens)
     if not 4 <= num_nodes <= MAX_NODES:
+        subject = f"--speculative-num-draft-tokens {num_nodes}"
+        if num_draft_tokens is None:
+            subject = "the drafter's block_size" if dflash_block_size is None else "--speculative-dflash-block-size"
+            subject += f" {num_nodes} without --speculative-num-draft-tokens"
         raise ConfigError(
-            f"--speculative-num-draft-tokens {num_nodes}: with --speculative-eagle-topk the nodes of a tree, at least "
-            f"4 and at most {MAX_NODES}."
+            f"{subject}: with --speculative-eagle-topk the nodes of a tree, at least 4 and at most {MAX_NODES}."
         )
     # No path is longer.
     return min(block_size, num_nodes), num_nodes

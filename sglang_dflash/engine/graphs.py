@@ -408,11 +408,6 @@ class CycleGraphs:
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
         self.widths = tuple(sorted(self._runners))
 
-    @property
-    def least_seconds(self) -> float:
-        """Of the cycles that were timed: about as long as the weights take to be read."""
-        return min(self._seconds.values())
-
     def __getitem__(self, width: int) -> CycleGraphRunner:
         return self._runners[width]
 

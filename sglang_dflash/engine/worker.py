@@ -34,6 +34,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d
+from triton.testing import get_dram_gbps
 
 from sglang_dflash import ops
 from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
@@ -449,11 +450,9 @@ class DFlashWorker(BaseSpecWorker):
         self._graphs = CycleGraphs(whole, widths[:-1])
         self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains)
         if len(self._graphs.widths) > 1:
-            # Cycles were timed without contexts, whose keys and values are read as fast as weights.
-            runners = (self.target_worker.model_runner, self.draft_model_runner)
-            weight_bytes = sum(weight.nbytes for runner in runners for weight in runner.model.parameters())
+            # Cycles were timed without contexts, whose keys and values are read as fast as memory gives them.
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
-            seconds = self._graphs.least_seconds * kv_bytes / weight_bytes
+            seconds = kv_bytes / (1e9 * get_dram_gbps())
             # Ranks have parts of different sizes.
             self._seconds_per_kv_token = self._of_first_rank(seconds)
             # Ranks, which must choose the same, have hosts of different paces.

@@ -76,8 +76,9 @@ UNSUPPORTED = (
     "enable_paged_experts",
     "enable_amd_monokernel",
     "enable_nvidia_megakernel",
-    # Kernels are launched, and attention is planned, in ways that it cannot trace.
+    # Kernels are launched, and attention is planned, in ways that it cannot trace; nor are they graphs in pieces.
     "enable_torch_compile",
+    "debug_cuda_graph",
     # Front ends in processes into which SGLang loads no plugins: requests would not be checked.
     "tokenizer_worker_num",
     # What is served, and what is returned with it.
@@ -124,6 +125,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     refuse_unsupported(server_args)
     load_drafter_config(server_args)
     check_draft_window(server_args)
+    check_graphs(server_args)
     check_adaptive(server_args)
     cfg = resolving_view(server_args)
     if cfg.speculative_use_block_verification:
@@ -276,6 +278,16 @@ def check_draft_window(server_args: ServerArgs) -> None:
         )
 
 
+def check_graphs(server_args: ServerArgs) -> None:
+    """A cycle is captured whole; SGLang's graphs in pieces know the outputs of one forward of the target."""
+    backend = resolving_view(server_args).cuda_graph_config.decode.backend
+    if backend == Backend.BREAKABLE:
+        raise ConfigError(
+            f"--cuda-graph-backend-decode {backend}: DFLASH captures a whole cycle in one CUDA graph; leave it out, or "
+            f"choose {Backend.FULL} or {Backend.DISABLED}."
+        )
+
+
 def check_adaptive(server_args: ServerArgs) -> None:
     """Attention backends verify as many rows as they were built for, so each number of rows has graphs of its own."""
     cfg = resolving_view(server_args)
@@ -357,13 +369,15 @@ def draft_attention_backends(server_args: ServerArgs) -> tuple[str, ...]:
 def draft_attention_backend(server_args: ServerArgs, choices: tuple[str, ...]) -> str:
     """The drafter's attention backend: its own flag, else the target's decode backend."""
     cfg = resolving_view(server_args)
-    asked = cfg.speculative_draft_attention_backend
     _, target_backend = attention_backends_of(cfg)
-    backend = asked or target_backend
+    backend = cfg.speculative_draft_attention_backend or target_backend
     if backend not in choices:
-        flag = "--speculative-draft-attention-backend" if asked else "--attention-backend"
+        # In the order in which they count; without any of them, SGLang has chosen.
+        flags = ("speculative_draft_attention_backend", "decode_attention_backend", "attention_backend")
+        given = [f"--{name.replace('_', '-')} {backend}" for name in flags if getattr(server_args, name) == backend]
+        subject = given[0] if given else f"{backend}, the target's attention backend by default"
         raise ConfigError(
-            f"{flag} {backend}: DFLASH's drafter runs on {', '.join(choices)} on {device_type(server_args)}; "
+            f"{subject}: DFLASH's drafter runs on {', '.join(choices)} on {device_type(server_args)}; "
             "choose one with --speculative-draft-attention-backend."
         )
     own_dtype = cfg.speculative_draft_kv_cache_dtype

@@ -102,6 +102,12 @@ def test_trees_of_too_few_or_too_many_nodes(num_nodes):
     assert "at least 4 and at most 64" in message
 
 
+def test_trees_of_a_block_that_is_too_small():
+    message = refusal(speculative_eagle_topk=8, speculative_dflash_block_size=3)
+    assert message.startswith("--speculative-dflash-block-size 3 without --speculative-num-draft-tokens:")
+    assert "at least 4 and at most 64" in message
+
+
 @pytest.mark.parametrize("block_size", [1, 17])
 def test_blocks_of_trees(block_size):
     """Beside trees, the other flag does not name the block."""
@@ -126,6 +132,7 @@ UNSUPPORTED_VALUES = {
     "disaggregation_mode": "decode",
     "startup_weight_load_mode": "overlap",
     "tokenizer_worker_num": 2,
+    "debug_cuda_graph": True,
     "weight_cache_mode": "client",
     "lora_paths": ["adapter"],
     "dllm_algorithm": "LowConfidence",
@@ -276,6 +283,14 @@ def test_draft_window_size(window):
     )
 
 
+@pytest.mark.parametrize(
+    "flags", [{"cuda_graph_backend_decode": "breakable"}, {"cuda_graph_config": {"decode": {"backend": "breakable"}}}]
+)
+def test_graphs_in_pieces(flags):
+    message = refusal(attention_backend="triton", **flags)
+    assert message.startswith("--cuda-graph-backend-decode breakable:")
+
+
 def test_adaptive_is_kept():
     """SGLang sizes its buffers by the drafter's block, not by the steps of EAGLE's adaptive speculation."""
     args = asked(speculative_adaptive=True)
@@ -333,7 +348,9 @@ def test_another_layout_of_kv():
 @pytest.mark.skipif(not ON_CPU, reason="names what the CPU offers")
 def test_target_backend_does_not_suit_the_drafter():
     message = refusal(attention_backend="fa3")
-    assert "--attention-backend fa3" in message and "torch_native, triton on cpu" in message
+    assert message.startswith("--attention-backend fa3:") and "torch_native, triton on cpu" in message
+    message = refusal(attention_backend="torch_native", decode_attention_backend="fa3")
+    assert message.startswith("--decode-attention-backend fa3:")
 
 
 # On the right side of a row, in one block.

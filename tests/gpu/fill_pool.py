@@ -41,7 +41,8 @@ def main(arguments: str, shares: str, kinds: str, output: str) -> None:
             )
         )
         Path(f"{output}.{number}").touch()
-    engine.flush_cache()
+    # The cycle that was launched ahead of the last answer's end may still run: `Engine.flush_cache` gives up.
+    assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
     deadline, used = time.monotonic() + 15, None
     while used != 0 and time.monotonic() < deadline:
         time.sleep(0.2)
