@@ -26,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     compute_position,
+    get_server_return_hidden_states_mode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -327,7 +328,12 @@ class DFlashWorker(BaseSpecWorker):
         plan, result.kv_loc_plan = result.kv_loc_plan, None
         self._cycle.append_prompt(result.logits_output, positions, plan)
         _, hidden_states = self._cycle.split_hidden_states(result.logits_output.hidden_states)
-        result.logits_output.hidden_states = hidden_states if batch.return_hidden_states else None
+        result.logits_output.hidden_states = None
+        if batch.return_hidden_states:
+            # As the scheduler takes them (`_get_prefill_hidden_capture_mode`).
+            mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
+            rows = extend_lens.cumsum(0) - 1 if mode.is_last() else slice(None)
+            result.logits_output.hidden_states = hidden_states[rows]
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
         )

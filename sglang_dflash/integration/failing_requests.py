@@ -2,13 +2,15 @@
 
 It fails where its custom logit processor raises, and where no token is left to choose: all of a row's logits are -inf,
 or one is not a number. SGLang's sampler ends the server over either. Here the row draws a harmless token, and the
-request is ended when the scheduler reads the result, for which nothing waits longer than for the tokens.
+request is ended there when the scheduler reads the result, for which nothing waits longer than for the tokens, unless
+it has come to an end before.
 Shapes: bs requests, B rows of a block, T rows, V tokens.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -18,6 +20,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.utils.common import async_d2h
+
+from sglang_dflash.integration import finishing
 
 # A logit of +inf, by which a processor may choose a token, would be NaN in the softmax. This one is still finite when
 # divided by the smallest temperature; SGLang's `sanitize_nan_logits` takes the same.
@@ -108,11 +112,13 @@ class Failures:
     """Which requests of a batch failed, on its way to the scheduler.
 
     Attributes:
-        failed: [bs] bool on the CPU, once `ready`.
+        num_tokens: [bs] int64 on the CPU, once `ready`: committed tokens before the row that fails, or `num_rows`.
+        num_rows: of a block.
         errors: of processors: row of the block and message, by request.
     """
 
-    failed: torch.Tensor
+    num_tokens: torch.Tensor
+    num_rows: int
     ready: torch.Event | None
     errors: dict[int, tuple[int, str]]
 
@@ -122,26 +128,25 @@ class Failures:
     ) -> Failures:
         """Of [bs, B] bool on the device, of which the first `accept_lens`, [bs], are those of committed tokens; None
         stands for one of each. Starts its way to the CPU."""
+        num_rows = failed_rows.shape[1]
+        rows = torch.arange(num_rows, device=failed_rows.device)
         if accept_lens is not None:
-            rows = torch.arange(failed_rows.shape[1], device=failed_rows.device)
             failed_rows = failed_rows & (rows < accept_lens[:, None])
-        failed = failed_rows.any(dim=1)
-        host, ready = async_d2h(failed), None
-        if failed.device.type != "cpu":
-            ready = torch.get_device_module(failed.device).Event()
+        num_tokens = torch.where(failed_rows, rows, num_rows).amin(dim=1)
+        host, ready = async_d2h(num_tokens), None
+        if num_tokens.device.type != "cpu":
+            ready = torch.get_device_module(num_tokens.device).Event()
             ready.record()
-        return cls(host, ready, errors)
+        return cls(host, num_rows, ready, errors)
 
-    def reasons(self, reqs: list[Req], accept_lens: list[int] | None) -> list[FINISH_ABORT | None]:
-        """How each request ends, or None."""
+    def of_requests(self, reqs: list[Req]) -> Iterator[tuple[Req, int, FINISH_ABORT]]:
+        """The requests that failed, how many tokens of its block each has before that, and how it ends."""
         if self.ready is not None:
             self.ready.synchronize()
-        reasons = []
-        for i, (req, failed) in enumerate(zip(reqs, self.failed.tolist(), strict=True)):
-            row, error = self.errors.get(i, (0, None))
-            is_reached = accept_lens is None or row < accept_lens[i]
-            reasons.append(_reason(req, error if is_reached else None) if failed else None)
-        return reasons
+        for i, (req, num_tokens) in enumerate(zip(reqs, self.num_tokens.tolist(), strict=True)):
+            if num_tokens < self.num_rows:
+                row, error = self.errors.get(i, (0, None))
+                yield req, num_tokens, _reason(req, error if row == num_tokens else None)
 
 
 def _reason(req: Req, error: str | None) -> FINISH_ABORT:
@@ -174,9 +179,9 @@ def fail_prefilled(processor, batch: ScheduleBatch, result: GenerationBatchResul
     failures = _failures(result)
     if failures is None:
         return
-    for req, reason in zip(batch.reqs, failures.reasons(batch.reqs, None), strict=True):
+    for req, _, reason in failures.of_requests(batch.reqs):
         # What the middle of a prompt would be followed by is not looked at.
-        if reason is not None and req.inflight_middle_chunks <= 0:
+        if req.inflight_middle_chunks <= 0:
             req.discard_output_reason = reason
 
 
@@ -187,6 +192,7 @@ def fail_decoded(tokens: list[list[int]], processor, result: GenerationBatchResu
     failures = _failures(result)
     if failures is None:
         return
-    for req, reason in zip(batch.reqs, failures.reasons(batch.reqs, result.accept_lens.tolist()), strict=True):
-        if reason is not None and not req.finished():
-            req.to_finish = reason
+    for req, num_tokens, reason in failures.of_requests(batch.reqs):
+        # A retracted one writes these tokens again.
+        if not (req.finished() or req.is_retracted):
+            finishing.fail(req, num_tokens, reason)

@@ -18,6 +18,7 @@ from sglang_dflash.integration import (
     admin,
     arguments,
     failing_requests,
+    finishing,
     hidden_states,
     pool_sizing,
     request_limits,
@@ -359,6 +360,13 @@ HOOKS = [
         function=validate_requests.make_harmless,
         why="a refused request is prefilled all the same, and trips over what is wrong with it",
         until="SGLang answers a refused request without running it",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        kind=HookType.AROUND,
+        function=finishing.update_finish_state,
+        why="of the tokens of a cycle, one behind the first that ends a request may be taken for its end",
+        until="SGLang looks for what comes first in the text",
     ),
     Hook(
         target="sglang.srt.managers.schedule_batch.Req._check_str_based_finish",

@@ -521,9 +521,20 @@ USES = (
             f"{_SAMPLING.rpartition('.')[0]}.ProcessorEntry",
             f"{_RESULT}.extra_keep_alive_refs",
             f"{_RESULTS}.process_batch_result_decode",
-            f"{_REQ}.to_finish",
             f"{_REQ}.discard_output_reason",
+        ),
+    ),
+    Use(
+        "integration/finishing.py",
+        "a run of tokens is gone through as this goes through one, and answers are cut there",
+        (
             f"{_REQ}.update_finish_state",
+            f"{_REQ}._check_token_based_finish",
+            f"{_REQ}._cap_finished_len_at_max_new_tokens",
+            f"{_REQ}.to_finish",
+            f"{_REQ}.grammar",
+            f"{_REQ}.output_ids",
+            f"{_REQ}.output_ids_through_stop",
         ),
     ),
     Use(

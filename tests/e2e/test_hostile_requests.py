@@ -372,6 +372,30 @@ def test_requests_that_fail_while_they_stream(server):
         assert reason.startswith(("No token is left", "custom_logit_processor failed"))
 
 
+def limited(limit: int, **params) -> dict:
+    """A request whose processor fails behind so many tokens."""
+    code = "lambda logits, params: logits if len(params[0]['__req__'].output_ids) < params[0]['limit'] else 1 / 0"
+    return body(processor(code), custom_params={"limit": limit}, ignore_eos=True, **params)
+
+
+@in_both
+def test_requests_that_end_before_they_fail(server):
+    """In the cycle in which they fail, or in an earlier one."""
+    tokens = post(server, body(max_new_tokens=24, ignore_eos=True)).json()["output_ids"]
+    for length in range(2, 24):
+        response = post(server, limited(length, max_new_tokens=length))
+        assert response.status_code == 200, f"{length}: {response.text}"
+        assert response.json()["output_ids"] == tokens[:length]
+
+
+@in_both
+def test_what_a_request_has_when_it_fails(server):
+    tokens = post(server, body(max_new_tokens=24, ignore_eos=True)).json()["output_ids"]
+    for length in range(2, 20, 3):
+        chunks = list(server.post_stream("/generate", limited(length, max_new_tokens=24) | {"stream": True}))
+        assert [chunk["output_ids"] for chunk in chunks if chunk.get("output_ids")][-1] == tokens[:length]
+
+
 @in_overlap
 def test_requests_that_are_refused(server):
     for name, bodies in REFUSED.items():

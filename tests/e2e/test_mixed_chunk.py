@@ -1,8 +1,11 @@
 """`--enable-mixed-chunk`: requests that decode join a batch of prefills, with the one token that has no KV yet."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from serving import REQUESTS, SYNC, Settings
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from test_requests import numbers_of
 from various import various_requests
 
 MIXED = (("enable-mixed-chunk", True), ("chunked-prefill-size", 64))
@@ -10,8 +13,9 @@ DISALLOWED = {
     "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
     "custom_params": {"token_ids": [200, 263]},
 }
+LAST_STATES = ("return-hidden-states-mode", "last")
 SETTINGS = [
-    Settings("mixed", flags=(*MIXED, ("enable-custom-logit-processor", True)), plain=REQUESTS),
+    Settings("mixed", flags=(*MIXED, ("enable-custom-logit-processor", True), LAST_STATES), plain=REQUESTS),
     Settings(
         "mixed-page16-sync",
         flags=(
@@ -19,6 +23,7 @@ SETTINGS = [
             ("page-size", 16),
             SYNC,
             ("enable-custom-logit-processor", True),
+            LAST_STATES,
         ),
         plain=REQUESTS,
     ),
@@ -58,3 +63,22 @@ def test_requests_of_every_kind(pair, mixed_prompts):
     answers = pair.lossless(lambda server: server.generate_concurrently(requests))
 
     assert num_mixed_steps(answers) > 0
+
+
+def test_last_hidden_states(pair, mixed_prompts):
+    """Of prompts in chunks, several in a batch, which may end with the first token."""
+    bodies = [
+        {"model": "tiny", "prompt": [10 + i, *prompt], "temperature": 0, "max_tokens": 1 + 4 * (i % 3)}
+        | {"return_hidden_states": "last"}
+        for i, prompt in enumerate(mixed_prompts[:9])
+    ]
+
+    def ask(server):
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            return list(threads.map(lambda body: server.post("/v1/completions", body)["choices"][0], bodies))
+
+    for mine, expected in zip(*pair.ask(ask)):
+        assert mine["text"] == expected["text"]
+        numbers = numbers_of(expected["hidden_states"])
+        assert len(numbers) == 256
+        assert numbers_of(mine["hidden_states"]) == pytest.approx(numbers, abs=1e-3)

@@ -1,5 +1,7 @@
 """A request that ends inside a block ends where it would have ended without speculation."""
 
+import re
+
 import pytest
 from oracle import EOS, answer_lengths
 from serving import DEFAULT, PAGED
@@ -74,6 +76,32 @@ def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim)
     for stop, answer in zip(stops, answers):
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         assert (stop in answer["text"]) == no_stop_trim
+
+
+def test_first_of_several_ends(pair, inner_tokens, tokenizer):
+    """In one cycle a request meets two of its ends, and the one that SGLang looks for first comes last."""
+    requests, lengths = [], []
+    for prompt, tokens, i in inner_tokens:
+        here, next_ = (tokenizer.decode([token]) for token in tokens[i : i + 2])
+        if not (here and next_) or next_ in tokenizer.decode(tokens[: i + 1]) or here in tokenizer.decode(tokens[:i]):
+            continue
+        for ends in (
+            {"stop_token_ids": [tokens[i]], "stop": [next_]},
+            {"stop_token_ids": [tokens[i]], "stop_regex": [re.escape(next_)]},
+            {"stop": [next_, here]},
+            {"stop": [next_], "stop_regex": [re.escape(here)]},
+            # One that `re` is not left alone with.
+            {"stop": [next_], "stop_regex": [f"(x+)+y|{re.escape(here)}"]},
+        ):
+            requests.append({"input_ids": prompt, "max_new_tokens": 96, **ends})
+            lengths.append(i + 1)
+        requests.append({"input_ids": prompt, "max_new_tokens": i + 1, "stop": [next_]})
+        lengths.append(i + 1)
+    assert len(requests) >= 3 * 6
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    assert [len(answer["output_ids"]) for answer in answers] == lengths
 
 
 def test_context_limit(pair, prompts, mixed_prompts):
