@@ -328,7 +328,8 @@ def message(response) -> str:
 
 
 def drawn(request: dict) -> dict:
-    return request | {"sampling_params": request["sampling_params"] | {"temperature": 1.0}}
+    # Of random tokens, any may be the end.
+    return request | {"sampling_params": request["sampling_params"] | {"temperature": 1.0, "ignore_eos": True}}
 
 
 def shown(content) -> str:

@@ -2,17 +2,19 @@
 
 SGLang's decode graph runner, and ours, with a backend that runs again what it was given to capture. Attention is
 prepared in each of those runs, so it needs no plan; everything else of `graphs.py` is as on a GPU, memory too: a
-replay's results are where those of the capture were, over those of the replay before, and no buffer of its inputs still
-has what the replay before was given. SGLang finds the plugin through the entry point beside it, where this folder is in
-PYTHONPATH.
+replay's results are where those of the capture were, over those of the replay before, whichever graph's that was where
+graphs share memory, and no buffer of its inputs still has what the replay before was given. SGLang finds the plugin
+through the entry point beside it, where this folder is in PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +26,9 @@ ROWS = ("input_ids", "positions", "out_cache_loc")
 
 class EagerBackend:
     """In place of `FullCudaGraphBackend`."""
+
+    # Of every graph, in whose memory others are captured.
+    shared: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, runner) -> None:
         self._runner, self._captured, self._replayed = runner, {}, set()
@@ -41,6 +46,7 @@ class EagerBackend:
         output = forward()
         [(kept_as, kept)] = [item for item in self._runner._graphs.items() if item[1] is not before.get(item[0])]
         self._captured[key] = forward, output, kept_as, kept
+        self.shared.extend((output.next_token_logits, output.hidden_states))
 
     def can_run(self, forward_batch, key) -> bool:
         return key in self._captured
@@ -52,6 +58,8 @@ class EagerBackend:
             self._replayed.add(key)
             logger.warning("Replayed: %d rows, %s", self._runner.width, key)
         forward, output, kept_as, kept = self._captured[key]
+        for tensor in self.shared:
+            tensor.fill_(torch.nan)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             overwrite(output, forward())
         settled, new = kept.settled, self._runner._graphs[kept_as].settled
@@ -136,7 +144,7 @@ def register() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     from sglang_dflash.cpu import packed_linear
-    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine import graphs, worker
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
     from sglang_dflash.settings import SETTINGS
@@ -151,6 +159,11 @@ def register() -> None:
     def graph_capture(stream=None):
         yield SimpleNamespace(stream=None)
 
+    # Importing SGLang's fails without a GPU.
+    sys.modules["sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor"] = SimpleNamespace(
+        weak_ref_tensor=lambda tensor: tensor
+    )
+    worker.get_dram_gbps = lambda: 20.0
     torch.empty = unpinned
     torch.cuda.Event = torch.cpu.Event = Event
     torch.cpu.is_current_stream_capturing = lambda: False
