@@ -217,13 +217,15 @@ USES = (
     ),
     Use(
         "integration/pool_sizing.py",
-        "of which batch sizes there are graphs, and that each keeps what its forward returns",
-        (
-            f"{_GRAPHS}.base_cuda_graph_runner.get_batch_sizes_to_capture",
-            "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
-        ),
+        "no graph is larger than the requests that may run",
+        (f"{_GRAPHS}.base_cuda_graph_runner.get_batch_sizes_to_capture",),
     ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
+    Use(
+        "engine/graphs.py",
+        "a graph returns the tensors that its capture has returned, and holds on to no others",
+        ("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",),
+    ),
     Use(
         "engine/graphs.py",
         "the runner of the whole cycle's graphs is one of these: capture, replay and every buffer",
