@@ -73,10 +73,17 @@ class Penalties:
         generated = (batch.seq_lens - prompt_lens).clamp(min=0)
         parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
 
-    def count(self, slots: torch.Tensor, tokens: torch.Tensor, times: torch.Tensor | int = 1) -> None:
-        """Count tokens, of any shape, in the rows `slots`; `times` may leave some of them out."""
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor, is_counted: torch.Tensor | None = None) -> None:
+        """Count tokens in the rows of their requests.
+
+        Args:
+            slots: of the requests in `req_to_token`, of any shape that broadcasts to that of `tokens`.
+            tokens: of any integer type.
+            is_counted: bool, like `tokens`; None: all are.
+        """
         flat = (slots.to(torch.int64) * self._counts.shape[1] + tokens).reshape(-1)
-        times = torch.as_tensor(times, dtype=torch.int32, device=self._device).expand(tokens.shape).reshape(-1)
+        # Made on the device: a number brought there would have the host wait for all that is under way.
+        times = torch.ones_like(flat, dtype=torch.int32) if is_counted is None else is_counted.to(torch.int32).view(-1)
         self._counts.view(-1).scatter_add_(0, flat, times)
 
     def count_accepted(self, slots: torch.Tensor, accepted: Acceptance) -> None:
