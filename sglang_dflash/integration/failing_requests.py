@@ -180,8 +180,9 @@ def fail_prefilled(processor, batch: ScheduleBatch, result: GenerationBatchResul
     if failures is None:
         return
     for req, _, reason in failures.of_requests(batch.reqs):
-        # What the middle of a prompt would be followed by is not looked at.
-        if req.inflight_middle_chunks <= 0:
+        # What the middle of a prompt would be followed by is not looked at. A retracted one is prefilled again, and
+        # would end for a reason that is no longer there.
+        if req.inflight_middle_chunks <= 0 and not (req.finished() or req.is_retracted):
             req.discard_output_reason = reason
 
 
