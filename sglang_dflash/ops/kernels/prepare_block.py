@@ -9,9 +9,9 @@ import triton.language as tl
 from sglang_dflash.types import Block, DrawParameters
 
 
-# The numbers of requests that are drawn or told change between 0 and bs, and the others with every launch: no reason to
-# compile.
-@triton.jit(do_not_specialize=["num_drawn", "num_told", "seed", "is_plain"])
+# Batches come and go, some of them are drawn or told, and the others change with every launch: no reason to compile,
+# for which all running requests would wait.
+@triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "seed", "is_plain"])
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
