@@ -6,6 +6,8 @@ request, or the N of a tree (`tree_cycle.py`), N not less than W.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -51,6 +53,24 @@ class Forwards(Protocol):
 
     def verify(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the target."""
+
+
+@dataclass(frozen=True)
+class CycleInputs:
+    """What a cycle of bs requests is launched with: in the static buffers of a CUDA graph, or in memory of its own.
+
+    Attributes:
+        padded: blocks of as many requests as the graph has; without one, of the bs requests.
+        block: of the bs requests.
+        input_ids, positions, out_cache_loc: [bs * rows] int64, of what the target verifies: those of `block`, or of
+            trees, which are grown from it.
+    """
+
+    padded: Block
+    block: Block
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -121,15 +141,14 @@ class DecodeCycle:
     Attributes:
         block_size: B.
         num_rows: of a request that the target verifies, at most.
-        num_candidates: of each row of the drafter, that may be verified; if there are several, the target verifies
-            trees, in memory apart from that of the blocks.
+        verifies_trees: whether these are trees, in memory apart from that of the blocks; else they are the blocks.
         verify_attention: of the target in graphs; None: its own backend.
         clock: marked at every point of a cycle.
         draft_runner: the drafter's.
         logits: the target's.
     """
 
-    num_candidates = 1
+    verifies_trees = False
     verify_attention: NodeAttentionBackend | None = None
 
     def __init__(
@@ -164,6 +183,11 @@ class DecodeCycle:
         """Before graphs are captured: `verify_attention`, which is chosen when the target has its own."""
         self.verify_attention = attention
 
+    @contextmanager
+    def verifying_eagerly(self) -> Iterator[None]:
+        """Meanwhile the target has the attention that its rows need without a graph: for chains, its own."""
+        yield
+
     def reload_weights(self) -> None:
         """The drafter's weights have changed."""
         self._context.fuse_weights()
@@ -172,6 +196,15 @@ class DecodeCycle:
         """On the host, before every cycle."""
         if self._simulated is not None:
             self._simulated.draw(self.block_size)
+
+    def allocate(self, bs: int, num_rows: int) -> CycleInputs:
+        """Inputs of a cycle without a graph, of which the target verifies so many rows of a request."""
+        device = self.draft_runner.device
+        block = Block.empty(bs, min(num_rows, self.block_size), device)
+        rows = block.rows
+        if self.verifies_trees:
+            rows = torch.empty((3, bs * num_rows), dtype=torch.int64, device=device).unbind()
+        return CycleInputs(block, block, *rows)
 
     def run(self, batch: ForwardBatch, block: Block, in_shards: bool, forwards: Forwards) -> Step:
         """One cycle, in which every request is accepted by the plain rule (`_choose`).

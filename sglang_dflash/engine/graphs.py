@@ -28,7 +28,7 @@ from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
-from sglang_dflash.engine.cycle import DecodeCycle, Settled, Step
+from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Settled, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import Block
@@ -57,23 +57,6 @@ class _Graph:
     has_drafted: torch.cuda.Event
     settled: Settled
     layouts: tuple
-
-
-@dataclass(frozen=True)
-class GraphBlocks:
-    """Views of the buffers that all graphs read, kept: slicing anew is a twentieth of what a cycle costs the host.
-
-    Attributes:
-        padded: blocks of as many requests as the graph has.
-        block: of the bs requests.
-        input_ids, positions, out_cache_loc: of the rows that the target verifies of them.
-    """
-
-    padded: Block
-    block: Block
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_cache_loc: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -162,7 +145,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._drafts: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._blocks: dict[int, GraphBlocks] = {}
+        # By batch size: slicing anew is a twentieth of what a cycle costs the host.
+        self._inputs: dict[int, CycleInputs] = {}
         self._in_shards = False
         self._variants = [False]
         # A backend that is prepared before every replay knows one graph of each size.
@@ -219,7 +203,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         buffers = self.buffers
         rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
         num_tokens = self.max_bs * self._block_width
-        if self._cycle.num_candidates > 1:
+        if self._cycle.verifies_trees:
             # The target's are written when the drafter has run.
             rows = [torch.zeros_like(tensor[:num_tokens]) for tensor in rows]
         # Greedy while graphs are captured.
@@ -306,18 +290,18 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
-    def blocks(self, bs: int) -> GraphBlocks | None:
+    def inputs(self, bs: int) -> CycleInputs | None:
         """The buffers of the graph for a batch size; None: there is no such graph."""
         if not self.has(bs):
             return None
-        if bs not in self._blocks:
+        if bs not in self._inputs:
             blocks = (self._block.take(size, self._block_width) for size in (self.padded(bs), bs))
             rows = slice(bs * self.width)
             buffers = self.buffers
-            self._blocks[bs] = GraphBlocks(
+            self._inputs[bs] = CycleInputs(
                 *blocks, buffers.input_ids[rows], buffers.positions[rows], buffers.out_cache_loc[rows]
             )
-        return self._blocks[bs]
+        return self._inputs[bs]
 
     def has(self, bs: int) -> bool:
         """Whether there is a graph for a batch size."""

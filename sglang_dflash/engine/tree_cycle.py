@@ -8,6 +8,8 @@ logits depends on the tokens before each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -26,6 +28,8 @@ class TreeCycle(DecodeCycle):
     """Of each request, `batch` has N rows, and `block` the W of the drafter's forward. No path has more nodes than W,
     which is not more than N."""
 
+    verifies_trees = True
+
     def __init__(
         self, *args, num_nodes: int, num_candidates: int, counts_accepted: bool, attention: TreeAttentionBackend
     ) -> None:
@@ -37,9 +41,14 @@ class TreeCycle(DecodeCycle):
             attention: of the target's forwards.
             args: as those of `DecodeCycle`.
         """
-        self.num_candidates = num_candidates
         super().__init__(*args)
-        self.num_rows, self._counts_accepted, self.verify_attention = num_nodes, counts_accepted, attention
+        self.num_rows, self._num_candidates = num_nodes, num_candidates
+        self._counts_accepted, self.verify_attention = counts_accepted, attention
+
+    @contextmanager
+    def verifying_eagerly(self) -> Iterator[None]:
+        with self.verify_attention.serving():
+            yield
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         width = block.input_ids.shape[0] // batch.batch_size
@@ -112,7 +121,7 @@ class TreeCycle(DecodeCycle):
         has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
         is_accepted = torch.arange(paths.shape[1], device=paths.device) < accepted.accept_lens[:, None]
         counted = (is_accepted & has_tree[:, None]).to(torch.int64)
-        counts = tokens.new_zeros(tokens.shape[1] + self.num_candidates)
+        counts = tokens.new_zeros(tokens.shape[1] + self._num_candidates)
         nodes, ranks = counts.tensor_split([tokens.shape[1]])
         nodes.index_add_(0, paths.view(-1), counted.view(-1))
         if batch.spec_info.candidates is not None:

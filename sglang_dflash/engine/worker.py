@@ -11,7 +11,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -53,8 +52,8 @@ from sglang_dflash.engine.adaptive_width import (
     VerifyWidth,
     verify_widths,
 )
-from sglang_dflash.engine.cycle import DecodeCycle, Step
-from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, GraphBlocks, override_num_draft_tokens
+from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Step
+from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, override_num_draft_tokens
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.engine.tree_cycle import TreeCycle
@@ -63,7 +62,6 @@ from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_pool, check_window_pool
 from sglang_dflash.ops import add_norm, small_m_linear
-from sglang_dflash.types import Block
 from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
@@ -181,8 +179,11 @@ class DFlashWorker(BaseSpecWorker):
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
-        block, forward_batch, can_replay = self._block_batch(batch, width, overruled, graphs)
-        if can_replay:
+        static = None if graphs is None else graphs.inputs(bs)
+        inputs = cycle.allocate(bs, width) if static is None else static
+        self._fill_blocks(batch, inputs, overruled)
+        forward_batch = self._verify_batch(batch, inputs, width)
+        if static is not None and graphs.can_run_graph(forward_batch):
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
             return graphs.step(forward_batch, output, batch.has_grammar)
@@ -191,8 +192,8 @@ class DFlashWorker(BaseSpecWorker):
         eager = _Eager(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
         if self._measured is not None:
             self._measured.begin_cycle(bs, width)
-        with nullcontext() if self._tree_attention is None else self._tree_attention.serving():
-            return cycle.run(forward_batch, block, in_shards, eager)
+        with cycle.verifying_eagerly():
+            return cycle.run(forward_batch, inputs.block, in_shards, eager)
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
@@ -246,28 +247,15 @@ class DFlashWorker(BaseSpecWorker):
             extra_keep_alive_refs=failures,
         )
 
-    def _block_batch(
-        self, batch: ScheduleBatch, width: int, overruled: list[int], graphs: CycleGraphRunner | None
-    ) -> tuple[Block, ForwardBatch, bool]:
-        """Blocks of `[bonus, mask x (W - 1)]`, in the buffers of a graph of their size where there is one; the
-        TARGET_VERIFY batch of them, of `width` rows a request; and whether a graph can be replayed for it."""
-        draft_input: DFlashDraftInput = batch.spec_info
-        bs, has_trees = batch.batch_size(), self._tree_attention is not None
-        static = None if graphs is None else graphs.blocks(bs)
-        rows: GraphBlocks | Block | None = static
-        if static is not None:
-            block = static.block
-        else:
-            block = rows = Block.empty(bs, min(width, self.block_size), self.device)
-            if has_trees:
-                rows = Block.empty(bs, width, self.device)
+    def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, overruled: list[int]) -> None:
+        """Write `[bonus, mask x (W - 1)]` of every request, and how the cycle chooses for it, into `inputs.padded`."""
         is_chain = None
-        if has_trees and overruled:
+        if self._cycle.verifies_trees and overruled:
             _log_chains()
             chains = set(overruled)
-            is_chain = async_h2d([i in chains for i in range(bs)], dtype=torch.int64, device=self.device)
+            is_chain = async_h2d([i in chains for i in range(len(batch.reqs))], dtype=torch.int64, device=self.device)
         ops.prepare_block(
-            bonus_tokens=draft_input.bonus_tokens,
+            bonus_tokens=batch.spec_info.bonus_tokens,
             seq_lens=batch.seq_lens,
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.req_to_token_pool.req_to_token,
@@ -276,31 +264,35 @@ class DFlashWorker(BaseSpecWorker):
             seed=self._seeds.getrandbits(63),
             is_plain=not overruled,
             is_chain=is_chain,
-            block=block if static is None else static.padded,
+            block=inputs.padded,
         )
-        # The scheduler restores the batch after this step (`Scheduler._forward_isolation`), so it serves as scratch.
-        batch.input_ids = rows.input_ids
-        batch.out_cache_loc = rows.out_cache_loc
+
+    def _verify_batch(self, batch: ScheduleBatch, inputs: CycleInputs, width: int) -> ForwardBatch:
+        """The TARGET_VERIFY batch of `width` rows a request, in the memory of `inputs`.
+
+        `batch` serves as scratch: the scheduler restores it after this step (`Scheduler._forward_isolation`).
+        """
+        target_runner = self.target_worker.model_runner
+        batch.input_ids, batch.out_cache_loc = inputs.input_ids, inputs.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         forget_prefill(batch)
         batch.seq_lens_cpu = self._host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        if has_trees and self.target_worker.model_runner.model_config.model_is_mrope:
+        if self._cycle.verifies_trees and target_runner.model_config.model_is_mrope:
             # SGLang makes other positions of them, to which the nodes' depths are added.
-            rows.positions.view(bs, width).copy_(block.seq_lens[:, None])
+            inputs.positions.view(-1, width).copy_(inputs.block.seq_lens[:, None])
         batch.spec_info = DFlashVerifyInput(
-            draft_token=rows.input_ids,
-            positions=rows.positions,
+            draft_token=inputs.input_ids,
+            positions=inputs.positions,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
-        forward_batch = ForwardBatch.init_new(
+        return ForwardBatch.init_new(
             batch,
-            self.target_worker.model_runner,
+            target_runner,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
-        return block, forward_batch, static is not None and graphs.can_run_graph(forward_batch)
 
     def _verify(self, forward_batch: ForwardBatch, can_run_cuda_graph: bool = False) -> LogitsProcessorOutput:
         result = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
@@ -326,18 +318,29 @@ class DFlashWorker(BaseSpecWorker):
         backend = self.target_worker.model_runner.prefill_attention_backend_str
         positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
         plan, result.kv_loc_plan = result.kv_loc_plan, None
-        self._cycle.append_prompt(result.logits_output, positions, plan)
-        _, hidden_states = self._cycle.split_hidden_states(result.logits_output.hidden_states)
-        result.logits_output.hidden_states = None
-        if batch.return_hidden_states:
-            # As the scheduler takes them (`_get_prefill_hidden_capture_mode`).
-            mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
-            rows = extend_lens.cumsum(0) - 1 if mode.is_last() else slice(None)
-            result.logits_output.hidden_states = hidden_states[rows]
+        output = result.logits_output
+        self._cycle.append_prompt(output, positions, plan)
+        output.hidden_states = self._prompt_hidden_states(batch, output, extend_lens)
         result.next_draft_input = DFlashDraftInput(
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens
         )
         return result
+
+    def _prompt_hidden_states(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, extend_lens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The target's last hidden states as the scheduler takes them (`_get_prefill_hidden_capture_mode`): of all T
+        prefilled tokens, [T, H], or of each request's last one, [bs, H]; None where nobody asks.
+
+        Args:
+            output: of the prefill, with all that was captured, [T, F * H + H].
+            extend_lens: [bs] int32, tokens of each request.
+        """
+        if not batch.return_hidden_states:
+            return None
+        _, hidden_states = self._cycle.split_hidden_states(output.hidden_states)
+        mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
+        return hidden_states[extend_lens.cumsum(0) - 1] if mode.is_last() else hidden_states
 
     def _idle(self, on_publish: Callable | None) -> GenerationBatchResult:
         """A rank without requests."""
@@ -379,7 +382,7 @@ class DFlashWorker(BaseSpecWorker):
     def spec_v2_attn_backends(self) -> tuple:
         """For those that ask, SGLang brings exact sequence lengths to the CPU, and each cycle waits for the last."""
         backends = [self.draft_model_runner.attn_backend]
-        if self._tree_attention is None:
+        if not self._cycle.verifies_trees:
             backends.append(self.target_worker.model_runner.attn_backend)
         return tuple(backend for backend in backends if not is_planned_from_bounds(backend))
 
@@ -409,17 +412,15 @@ class DFlashWorker(BaseSpecWorker):
             self._states,
             self._metrics.clock,
         )
-        self._tree_attention = None
         if self._num_candidates == 1:
             self._cycle = DecodeCycle(*arguments)
             return
-        self._tree_attention = TreeAttentionBackend(target_runner)
         self._cycle = TreeCycle(
             *arguments,
             num_nodes=get_spec().speculative_num_draft_tokens,
             num_candidates=self._num_candidates,
             counts_accepted=get_spec().speculative_adaptive or self._metrics.are_exported,
-            attention=self._tree_attention,
+            attention=TreeAttentionBackend(target_runner),
         )
 
     def init_attention_backends(self) -> None:
@@ -427,7 +428,7 @@ class DFlashWorker(BaseSpecWorker):
         with override_num_draft_tokens(self.block_size):
             super().init_attention_backends()
         target_runner = self.target_worker.model_runner
-        if self._tree_attention is None:
+        if not self._cycle.verifies_trees:
             self._cycle.verify_by(chain_attention(target_runner, self.block_size))
         CycleGraphRunner.install(target_runner, self._cycle)
 
@@ -441,9 +442,9 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive and whole is None and self.device != "cpu":
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
-        num_rows, has_trees = self._cycle.num_rows, self._tree_attention is not None
-        widths = verify_widths(num_rows, is_adaptive, has_trees)
-        gains = TreeGains(num_rows) if has_trees else ChainGains(num_rows)
+        num_rows, verifies_trees = self._cycle.num_rows, self._cycle.verifies_trees
+        widths = verify_widths(num_rows, is_adaptive, verifies_trees)
+        gains = TreeGains(num_rows) if verifies_trees else ChainGains(num_rows)
         # Of the cycles that the scheduler has not seen the end of, in order.
         self._tree_counts: deque[torch.Tensor | None] = deque()
         self._seconds_per_kv_token, self._graphs = 0.0, None

@@ -124,18 +124,18 @@ class Plan:
         self._backend.init_forward_metadata(batch)
 
 
-def spoiled(blocks):
-    """`CycleGraphRunner.blocks`, which a cycle begins with."""
+def spoiled(inputs):
+    """`CycleGraphRunner.inputs`, which a cycle begins with."""
 
-    def spoiled_blocks(runner, bs: int):
-        found = blocks(runner, bs)
+    def spoiled_inputs(runner, bs: int):
+        found = inputs(runner, bs)
         if found is not None:
             spoil(runner._block)
             # Of trees, they are apart from the block's.
             spoil(SimpleNamespace(**{name: getattr(runner.buffers, name) for name in ROWS}))
         return found
 
-    return spoiled_blocks
+    return spoiled_inputs
 
 
 def register() -> None:
@@ -177,7 +177,7 @@ def register() -> None:
     TorchNativeAttnBackend.init_forward_metadata_in_graph = lambda self, batch: None
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
     graphs.block_plan = Plan
-    graphs.CycleGraphRunner.blocks = spoiled(graphs.CycleGraphRunner.blocks)
+    graphs.CycleGraphRunner.inputs = spoiled(graphs.CycleGraphRunner.inputs)
     # A CPU is always busy; noise must not decide which sizes are captured.
     SETTINGS.busy = 0
     # SGLang's sampler gets two requests of the tiny target at a time.

@@ -49,7 +49,7 @@ def register():
         step, drafted = graphs.step(forward_batch, output, has_grammar=False), forward_batch.input_ids.clone()
         accepted = step.accepted
 
-        block = graphs.blocks(forward_batch.batch_size).block
+        block = graphs.inputs(forward_batch.batch_size).block
         backend = worker.draft_model_runner.attn_backend
         eagerly = _Eager(backend, False, worker._verify)
         # The block's tokens are in the memory of the batch's, and so are the drafts.
