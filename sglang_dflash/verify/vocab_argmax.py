@@ -7,6 +7,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash import ops
+from sglang_dflash.verify.vocab_shard import VocabShard
 
 # Integers of a float's width: its bits, read as one, order like the float where it is not negative.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -14,22 +15,9 @@ _TOKEN_BITS = 32
 _TOKEN_MASK = 2**_TOKEN_BITS - 1
 
 
-def vocab_parts(lm_head: VocabParallelEmbedding) -> list[tuple[int, int, int]]:
-    """What this rank's shard has of the vocabulary: first column, columns, and token id of the first column, of a part
-    of the original vocabulary and one of the vocabulary that was added to it. Between them is padding; a part may be
-    missing."""
-    shard = lm_head.shard_indices
-    parts = (
-        (0, shard.num_org_elements, shard.org_vocab_start_index),
-        (shard.num_org_elements_padded, shard.num_added_elements, shard.added_vocab_start_index),
-    )
-    return [part for part in parts if part[1]]
-
-
 class VocabArgmax:
     """Each rank reduces its own shard of the vocabulary, and ranks exchange one int64 per row: the best logit above,
-    the token below (`pack`), so that the largest one is the answer. It is one all-gather and a maximum, because that is
-    what `GroupCoordinator` has for int64 on NCCL, inside CUDA graphs too, and on gloo; its all-reduce only sums.
+    the token below (`pack`), so that the largest one is the answer.
 
     All ranks hold the same keys afterwards, and so the same tokens, whatever each of them computed: a rank whose logits
     are off by a rounding error changes what is chosen, never on one rank only. Ties resolve to the lowest token id on
@@ -42,9 +30,7 @@ class VocabArgmax:
             lm_head: whose output the logits are.
             tp_group: the ranks among which it is sharded.
         """
-        self._tp_group = tp_group
-        self._parts = vocab_parts(lm_head)
-        self._is_whole = tp_group.world_size == 1 and len(self._parts) == 1
+        self._shard = VocabShard(lm_head, tp_group)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Token with the largest logit among all ranks, the lowest id of equals.
@@ -55,25 +41,23 @@ class VocabArgmax:
         Returns:
             [rows] int64, the same on every rank.
         """
-        if self._is_whole:
-            first_column, columns, _ = self._parts[0]
-            return ops.row_max(logits[:, first_column : first_column + columns])[1]
-        keys = [
-            pack(*ops.row_max(logits[:, first_column : first_column + columns]), first_token)
-            for first_column, columns, first_token in self._parts
-        ]
+        found = [(*ops.row_max(columns), first_token) for columns, first_token in self._shard.split(logits)]
+        if self._shard.is_whole:
+            [(_, tokens, _)] = found
+            return tokens
+        keys = [pack(*best) for best in found]
         if not keys:
-            # A small vocabulary does not reach the last ranks.
             keys = [torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)]
-        return self._exchange(torch.stack(keys).amax(dim=0))
+        return self._across_ranks(torch.stack(keys).amax(dim=0))
 
     def of_one_part(self, maxima: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """The same, where this rank's shard is one part of the vocabulary, of its best logits and their columns."""
-        [(_, _, first_token)] = self._parts
-        return columns if self._is_whole else self._exchange(pack(maxima, columns, first_token))
+        if self._shard.is_whole:
+            return columns
+        return self._across_ranks(pack(maxima, columns, self._shard.first_token))
 
-    def _exchange(self, best: torch.Tensor) -> torch.Tensor:
-        return unpack(self._tp_group.all_gather(best[None], dim=0).amax(dim=0))
+    def _across_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        return unpack(self._shard.gather(keys).amax(dim=0))
 
 
 def pack(logits: torch.Tensor, columns: torch.Tensor, first_token: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash import ops
-from sglang_dflash.verify.vocab_argmax import vocab_parts
+from sglang_dflash.verify.vocab_shard import VocabShard
 
 # Largest values [rows, k] float32, descending; their tokens, [rows, k] int64; and the logarithm of the sum of the
 # exponentials of all values, [rows] float32.
@@ -27,27 +27,26 @@ class VocabTop:
             tp_group: the ranks among which it is sharded.
             k: how many to find; the vocabulary has as many.
         """
-        self._k, self._tp_group = k, tp_group
-        self._parts = vocab_parts(lm_head)
+        self._k, self._shard = k, VocabShard(lm_head, tp_group)
 
     def __call__(self, logits: torch.Tensor) -> Top:
         """Of logits [rows, columns of the shard], float32, bfloat16 or float16: the same on every rank."""
-        return self._exchange(self._merge([self._of_part(logits, *part) for part in self._parts] or [_nothing(logits)]))
+        tops = [self._of_part(columns, first_token) for columns, first_token in self._shard.split(logits)]
+        return self._across_ranks(self._merge(tops or [_nothing(logits)]))
 
     def of_one_part(self, values: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor) -> Top:
         """The same, where this rank's shard is one part of the vocabulary, of its k best logits, their columns and the
         sums."""
-        [(_, _, first_token)] = self._parts
-        return self._exchange((values, columns + first_token if first_token else columns, log_sums))
+        first_token = self._shard.first_token
+        return self._across_ranks((values, columns + first_token if first_token else columns, log_sums))
 
-    def _exchange(self, mine: Top) -> Top:
-        if self._tp_group.world_size == 1:
+    def _across_ranks(self, mine: Top) -> Top:
+        if not self._shard.has_other_ranks:
             return mine
-        return self._merge([_unpack(rank) for rank in self._tp_group.all_gather(_pack(*mine)[None], dim=0)])
+        return self._merge([_unpack(rank) for rank in self._shard.gather(_pack(*mine))])
 
-    def _of_part(self, logits: torch.Tensor, first_column: int, num_columns: int, first_token: int) -> Top:
-        columns = logits[:, first_column : first_column + num_columns]
-        values, places, log_sums = ops.top_columns(columns, min(self._k, num_columns))
+    def _of_part(self, columns: torch.Tensor, first_token: int) -> Top:
+        values, places, log_sums = ops.top_columns(columns, min(self._k, columns.shape[1]))
         return values, places + first_token if first_token else places, log_sums
 
     def _merge(self, tops: Sequence[Top]) -> Top:
@@ -71,7 +70,7 @@ def _nothing(logits: torch.Tensor) -> Top:
 
 
 def _pack(values: torch.Tensor, tokens: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 k + 1] int64: `GroupCoordinator` gathers that on NCCL and on gloo, in CUDA graphs too."""
+    """[rows, 2 k + 1] int64, as :meth:`VocabShard.gather` wants it."""
     return torch.cat((values.view(torch.int32), tokens, log_sums.view(torch.int32)[:, None]), dim=1)
 
 
