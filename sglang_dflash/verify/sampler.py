@@ -22,7 +22,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.common import async_h2d
 
@@ -42,6 +42,8 @@ _LOGPROB_LISTS = (
 )
 # The entry of a token whose request has asked for nothing.
 _NOTHING = torch.empty(0)
+# Tensors of a `SamplingBatchInfo` that the sampler reads, with a row for each request; None where nobody needs one.
+_REQUEST_ROWS = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
 def draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
@@ -95,15 +97,8 @@ class BlockSampler:
         """Places in a batch of the requests that `DecodeCycle.run` cannot choose for."""
         info = batch.sampling_info
         draws = self._draws_plainly(info)
-        has_all_filters = info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling
         # Of most batches this needs no look at their requests.
-        if not (
-            batch.has_grammar
-            or batch.return_logprob
-            or are_penalised(info)
-            or info.logit_bias is not None
-            or info.has_custom_logit_processor
-        ) and (info.is_all_greedy or (draws and not has_all_filters)):
+        if _is_plain_batch(batch, draws):
             return []
         return [place for place, req in enumerate(batch.reqs) if not _is_plain(req, info, draws)]
 
@@ -186,7 +181,7 @@ class BlockSampler:
             [n, W] int64.
         """
         reqs, index = part.reqs, part.index
-        info = _info_of(batch.sampling_info, part)
+        info = _of_requests(batch.sampling_info, part)
         bs, width = block_tokens.shape
         block_tokens = block_tokens[index]
         blocks = output.next_token_logits.unflatten(0, (bs, -1))[index, :width].to(torch.float32)
@@ -212,7 +207,7 @@ class BlockSampler:
         chosen = LogitsProcessorOutput(next_token_logits=logits)
         tokens = self._sampler(
             chosen,
-            _per_token(info, width),
+            _of_tokens(info, width),
             any(req.return_logprob for req in reqs),
             _repeat([req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs], width),
             _repeat([req.logprob.token_ids_logprob if req.return_logprob else None for req in reqs], width),
@@ -240,42 +235,43 @@ def sampler_bytes(vocab_size: int, width: int) -> int:
     return width * vocab_size * torch.float32.itemsize
 
 
+def _is_plain_batch(batch: ScheduleBatch, draws: bool) -> bool:
+    """Whether the cycle chooses for every request of a batch, by what SGLang knows of them together. Where one asks for
+    one thing and one for another, this may be false although :func:`_is_plain` is true of each."""
+    info = batch.sampling_info
+    if batch.has_grammar or batch.return_logprob or info.has_custom_logit_processor:
+        return False
+    if are_penalised(info) or info.logit_bias is not None:
+        return False
+    has_all_filters = info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling
+    return info.is_all_greedy or (draws and not has_all_filters)
+
+
 def _is_plain(req: Req, info: SamplingBatchInfo, draws: bool) -> bool:
-    """Whether the cycle chooses for a request of a batch.
+    """Whether the cycle chooses for a request of a batch: by its untouched logits, where it asks for tokens alone.
 
     Args:
         draws: whether it draws as the batch's sampler would, for requests without all three filters.
     """
     params = req.sampling_params
-    return not (
-        req.grammar is not None
-        or req.return_logprob
-        or is_penalised(params)
-        or params.logit_bias is not None
-        or (info.has_custom_logit_processor and req.custom_logit_processor is not None)
-    ) and (params.top_k <= 1 or (draws and not _has_all_filters(params)))
+    has_processor = info.has_custom_logit_processor and req.custom_logit_processor is not None
+    if req.grammar is not None or req.return_logprob or has_processor:
+        return False
+    if is_penalised(params) or params.logit_bias is not None:
+        return False
+    # With all three, SGLang applies one after the other, top_p to what top_k has left.
+    has_all_filters = params.min_p > 0 and params.top_k != TOP_K_ALL and params.top_p != 1.0
+    return params.top_k <= 1 or (draws and not has_all_filters)
 
 
-def _has_all_filters(params: SamplingParams) -> bool:
-    """With all three, SGLang applies one after the other, top_p to what top_k has left."""
-    return params.min_p > 0 and params.top_k != TOP_K_ALL and params.top_p != 1.0
-
-
-def _info_of(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
-    """Of some requests of a batch, without what they do not ask for."""
-    index = part.index
+def _of_requests(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
+    """Of the n requests of a part: what they ask for, and nothing that only others of their batch do. Penalties are
+    left out, which depend on the tokens before each: see :class:`Penalties`."""
     params = [req.sampling_params for req in part.reqs]
-
-    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[index]
-
+    has_bias = info.logit_bias is not None and any(each.logit_bias is not None for each in params)
     info = replace(
         info,
-        temperatures=info.temperatures[index],
-        top_ps=info.top_ps[index],
-        top_ks=info.top_ks[index],
-        min_ps=info.min_ps[index],
-        sampling_seed=take(info.sampling_seed),
+        **_map_rows(info, lambda rows: rows[part.index]),
         is_all_greedy=all(each.top_k <= 1 for each in params),
         is_any_greedy=any(each.top_k <= 1 for each in params),
         need_top_p_sampling=any(each.top_p != 1.0 for each in params),
@@ -283,31 +279,31 @@ def _info_of(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
         need_min_p_sampling=any(each.min_p > 0 for each in params),
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
-        logit_bias=take(info.logit_bias) if any(each.logit_bias is not None for each in params) else None,
+        logit_bias=info.logit_bias[part.index] if has_bias else None,
     )
     if info.has_custom_logit_processor:
         info._filter_batch_custom_logit_processor(part.places)
     return info
 
 
-def _per_token(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
-    """The parameters of each request for each token of its block, without what has been applied to the logits."""
-
-    def repeat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.repeat_interleave(width, dim=0)
-
+def _of_tokens(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
+    """Of the n * W tokens of n blocks: how each is drawn. What changes logits is left out, as it has been applied."""
     return replace(
         info,
-        temperatures=repeat(info.temperatures),
-        top_ps=repeat(info.top_ps),
-        top_ks=repeat(info.top_ks),
-        min_ps=repeat(info.min_ps),
-        sampling_seed=repeat(info.sampling_seed),
+        **_map_rows(info, lambda rows: rows.repeat_interleave(width, dim=0)),
         logit_bias=None,
         has_custom_logit_processor=False,
         custom_logit_processor=None,
         custom_params=None,
     )
+
+
+def _map_rows(
+    info: SamplingBatchInfo, function: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """The tensors of `_REQUEST_ROWS`, by name, with other rows."""
+    tensors = {name: getattr(info, name) for name in _REQUEST_ROWS}
+    return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}
 
 
 def _repeat(values: list, times: int) -> list:
