@@ -25,34 +25,47 @@ def fail(req: Req, num_tokens: int, reason: FINISH_ABORT) -> None:
 def update_finish_state(original, req: Req, new_accepted_len: int = 1) -> None:
     """AROUND `Req.update_finish_state`: whether one of the last tokens of the output ends the request, and which."""
     failing = _failing.pop(req, None) if _failing else None
-    params = req.sampling_params
-    # Of stop tokens and the length, SGLang takes the first itself.
-    has_text = bool(params.stop_strs or params.stop_regex_strs)
-    is_run = new_accepted_len > 1 and (has_text or req.to_finish is not None)
-    if req.finished() or not (failing or (is_run and serves_dflash())):
-        original(req, new_accepted_len)
+    if req.finished():
         return
     before = len(req.output_ids) - new_accepted_len
-    num_tokens, failure = failing or (new_accepted_len, None)
-    if failure is not None:
+    if failing is not None:
+        num_tokens, failure = min(failing[0], new_accepted_len), failing[1]
         # A grammar has refused what stands in for the token that is missing.
         req.to_finish = None
-    elif req.to_finish is not None:
-        # Somebody else has ended it, as if at the next token.
+        _end_at_first(original, req, before, num_tokens)
+        if not req.finished():
+            req.finished_reason, req.finished_len = failure, before + num_tokens
+        return
+    is_ended = req.to_finish is not None
+    if new_accepted_len <= 1 or not (is_ended or _has_text(req)) or not serves_dflash():
+        # Of stop tokens and the length, SGLang takes the first itself.
+        original(req, new_accepted_len)
+    elif is_ended:
+        # By somebody else, as if at the next token.
         original(req, new_accepted_len)
         req.finished_len = before + 1
+    else:
+        _end_at_first(original, req, before, new_accepted_len)
+
+
+def _has_text(req: Req) -> bool:
+    """Whether text may end a request."""
+    return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+
+
+def _end_at_first(original, req: Req, before: int, num_tokens: int) -> None:
+    """End a request at the first of the `num_tokens` tokens behind the `before` first that ends it, if one does."""
+    if num_tokens == 0:
         return
-    num_tokens = min(num_tokens, new_accepted_len)
-    if num_tokens > 0:
-        _update_before(original, req, before + num_tokens, num_tokens)
-        if req.finished() and has_text:
-            req.finished_reason = req.finished_len = None
-            for end in range(before + 1, before + num_tokens + 1):
-                _update_before(original, req, end, 1)
-                if req.finished():
-                    break
-    if failure is not None and not req.finished():
-        req.finished_reason, req.finished_len = failure, before + num_tokens
+    _update_before(original, req, before + num_tokens, num_tokens)
+    if not (req.finished() and _has_text(req)):
+        return
+    # One of them does; which comes first shows when they are looked at one by one.
+    req.finished_reason = req.finished_len = None
+    for end in range(before + 1, before + num_tokens + 1):
+        _update_before(original, req, end, 1)
+        if req.finished():
+            return
 
 
 def _update_before(original, req: Req, end: int, new_accepted_len: int) -> None:
