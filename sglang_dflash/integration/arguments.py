@@ -176,13 +176,13 @@ def handle_dflash(server_args: ServerArgs) -> None:
     check_dtypes(server_args)
     check_eagle_shape(server_args)
     sizes = (drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens)
-    if has_trees(server_args):
+    if asks_for_trees(server_args):
         block_size, num_rows = resolve_tree(*sizes)
     else:
         block_size = num_rows = resolve_block_size(*sizes)
     if target.is_recurrent and num_rows > block_size:
         num_rows = block_size
-    if has_trees(server_args) and target.is_recurrent:
+    if asks_for_trees(server_args) and target.is_recurrent:
         logger.info(
             "--speculative-eagle-topk %s changes nothing for %s: recurrent states follow one path, so DFLASH verifies "
             "chains of %d tokens.",
@@ -257,14 +257,14 @@ def check_eagle_shape(server_args: ServerArgs) -> None:
         )
 
 
-def has_trees(server_args: ServerArgs) -> bool:
-    """Whether the user has asked for trees of drafts."""
+def asks_for_trees(server_args: ServerArgs) -> bool:
+    """Whether the user has asked for trees of drafts; see :func:`num_candidates` for what is served."""
     return (server_args.speculative_eagle_topk or 1) > 1
 
 
 def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
     """Of every position, that may be in a tree; 1: drafts are verified in chains."""
-    if not has_trees(server_args) or mambaish_config(target) is not None:
+    if not asks_for_trees(server_args) or mambaish_config(target) is not None:
         return 1
     return server_args.speculative_eagle_topk
 
@@ -301,7 +301,7 @@ def check_adaptive(server_args: ServerArgs) -> None:
 
 def check_trees(server_args: ServerArgs) -> None:
     """How the sums over a tree's context round depends on the lengths of all requests of its batch."""
-    if has_trees(server_args) and resolving_view(server_args).enable_deterministic_inference:
+    if asks_for_trees(server_args) and resolving_view(server_args).enable_deterministic_inference:
         raise ConfigError(
             f"--enable-deterministic-inference with --speculative-eagle-topk {server_args.speculative_eagle_topk} is "
             "not supported: a tree's results depend on the other requests of its batch; leave one of them out."
