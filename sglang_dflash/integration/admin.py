@@ -85,6 +85,12 @@ _MUTE_ANSWERS: dict[type, Callable] = {
     ResumeMemoryOccupationReqInput: ResumeMemoryOccupationReqOutput,
     SetInternalStateReq: partial(SetInternalStateReqOutput, updated=False),
 }
+# What `/configure_logging` may be asked for, as the flags of the same names.
+_LOGGING = {
+    "log_requests_level": (0, 1, 2, 3),
+    "log_requests_format": ("text", "json"),
+    "log_level": [name.lower() for name in logging.getLevelNamesMapping()],
+}
 
 
 def answer_errors(result, scheduler) -> None:
@@ -127,13 +133,16 @@ async def raise_errors(original, communicator: FanOutCommunicator, obj: Any) -> 
 
 
 def configure_logging(original, manager: TokenizerManager, obj: ConfigureLoggingReq) -> None:
-    """AROUND `TokenizerManager.configure_logging`."""
-    try:
-        original(manager, obj)
-    except ValueError as error:
-        if not is_dflash(manager.server_args):
-            raise
-        raise HTTPException(status_code=400, detail=str(error)) from error
+    """AROUND `TokenizerManager.configure_logging`, which would fail when it has changed a part, as would every request
+    that is to be logged after."""
+    if is_dflash(manager.server_args):
+        level = obj.log_level and obj.log_level.lower()
+        asked = obj.log_requests_level, obj.log_requests_format, level
+        for (field, known), value in zip(_LOGGING.items(), asked, strict=True):
+            if value is not None and value not in known:
+                expected = ", ".join(map(str, known))
+                raise HTTPException(status_code=400, detail=f"{field}={value!r}: expected one of {expected}.")
+    original(manager, obj)
 
 
 def set_internal_state(

@@ -63,7 +63,15 @@ REFUSED = [
     # What may be set.
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_single": 0.5}}, "threshold_single is not"),
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_acc": 0.5}}, "threshold_acc is not"),
-    ("/configure_logging", {"log_level": "loud"}, "Unknown level: 'LOUD'"),
+    ("/configure_logging", {"log_level": "loud"}, "log_level='loud': expected one of critical, "),
+    # SGLang keeps it, and every later request fails.
+    (
+        "/configure_logging",
+        {"log_requests": True, "log_requests_level": 9},
+        "log_requests_level=9: expected one",
+    ),
+    ("/configure_logging", {"log_requests_level": -1}, "log_requests_level=-1: expected one of 0, 1, 2, 3."),
+    ("/configure_logging", {"log_requests_format": "xml"}, "log_requests_format='xml': expected one of text, json."),
     # Groups of other processes.
     (
         "/init_weights_update_group",
