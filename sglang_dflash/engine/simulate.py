@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
@@ -28,14 +30,19 @@ class SimulatedAcceptance:
         """None where nothing is simulated.
 
         Raises:
-            ConfigError: `SGLANG_SIMULATE_ACC_TOKEN_MODE` has an unknown value.
+            ConfigError: a variable makes no sense, by its name.
         """
         if SIMULATE_ACC_LEN <= 0:
             return None
-        if SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):
-            raise ConfigError(
-                f"SGLANG_SIMULATE_ACC_TOKEN_MODE={SIMULATE_ACC_TOKEN_MODE!r}: expected 'fixed' or 'real-draft-token'."
-            )
+        if not math.isfinite(SIMULATE_ACC_LEN):
+            raise ConfigError(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected a number.")
+        choices = {
+            "SGLANG_SIMULATE_ACC_METHOD": (SIMULATE_ACC_METHOD, ("match-expected", "multinomial")),
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE": (SIMULATE_ACC_TOKEN_MODE, ("fixed", "real-draft-token")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ConfigError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}.")
         return cls(device)
 
     def draw(self, block_size: int) -> None:

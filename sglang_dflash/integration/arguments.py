@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import get_spec
@@ -79,8 +79,12 @@ UNSUPPORTED = (
     # Kernels are launched, and attention is planned, in ways that it cannot trace; nor are they graphs in pieces.
     "enable_torch_compile",
     "debug_cuda_graph",
-    # Front ends in processes into which SGLang loads no plugins: requests would not be checked.
+    # Front ends in processes into which SGLang loads no plugins, or beside its own: requests would not be checked.
     "tokenizer_worker_num",
+    "smg_grpc_mode",
+    "grpc_mode",
+    # Asks for the layers of target and drafter by the name that they have in a target.
+    "debug_tensor_dump_output_folder",
     # What is served, and what is returned with it.
     "is_embedding",
     "enable_mis",
@@ -127,6 +131,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     check_draft_window(server_args)
     check_graphs(server_args)
     check_adaptive(server_args)
+    check_preferred_params(server_args)
     cfg = resolving_view(server_args)
     if cfg.speculative_use_block_verification:
         declare_resolution(server_args, _SOURCE, speculative_use_block_verification=False)
@@ -232,6 +237,11 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
             continue
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+    if cfg.model_impl.lower() == ModelImpl.TRANSFORMERS:
+        raise ConfigError(
+            f"--model-impl {cfg.model_impl} is not supported with --speculative-algorithm DFLASH: hidden states are "
+            "captured in SGLang's own classes, and the drafter is one."
+        )
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
             "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
@@ -241,6 +251,22 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
             "SGLANG_USE_HND_KVCACHE=1 is not supported with --speculative-algorithm DFLASH: the drafter's context is "
             "written token by token, with all heads of one beside each other."
         )
+
+
+def check_preferred_params(server_args: ServerArgs) -> None:
+    """What requests get that leave something out, behind the check of requests."""
+    # Imported here: it asks this module whether DFLASH is served.
+    from sglang_dflash.integration.validate_requests import check_sampling_params
+
+    preferred = resolving_view(server_args).preferred_sampling_params
+    if not preferred:
+        return
+    try:
+        # SGLang parses it later.
+        params = json.loads(preferred) if isinstance(preferred, str) else preferred
+        check_sampling_params(params, model_config_of(server_args).vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"--preferred-sampling-params {preferred}: {error}") from error
 
 
 def check_eagle_shape(server_args: ServerArgs) -> None:
@@ -400,7 +426,7 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
     try:
         raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
         formats.refuse_others(raw, path)
-        return get_config(
+        config = get_config(
             path,
             trust_remote_code=cfg.trust_remote_code,
             revision=revision,
@@ -412,6 +438,11 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
         # transformers names neither the flag nor, for a repository, the path.
         reason = " ".join(str(error).split())
         raise ConfigError(f"--speculative-draft-model-path {path} cannot be read: {reason}") from error
+    try:
+        formats.check_overridden(config, path)
+    except ConfigError as error:
+        raise ConfigError(f"--json-model-override-args is for the drafter, too. {error}") from error
+    return config
 
 
 def load_drafter_config(server_args: ServerArgs) -> DFlashConfig:

@@ -3,6 +3,7 @@ honour are accepted, and what it changes is logged."""
 
 from __future__ import annotations
 
+import json
 import logging
 
 import msgspec
@@ -16,6 +17,7 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.engine import simulate
 from sglang_dflash.integration.arguments import (
     DRAFT_BACKENDS,
     IGNORED,
@@ -132,6 +134,7 @@ UNSUPPORTED_VALUES = {
     "disaggregation_mode": "decode",
     "startup_weight_load_mode": "overlap",
     "tokenizer_worker_num": 2,
+    "debug_tensor_dump_output_folder": "dumps",
     "debug_cuda_graph": True,
     "weight_cache_mode": "client",
     "lora_paths": ["adapter"],
@@ -204,6 +207,67 @@ def test_unsupported_flag(field):
     message = refusal(**{field: value} | COMPANIONS.get(field, {}))
     flag = "--" + field.replace("_", "-")
     assert message == f"{flag} {value} is not supported with --speculative-algorithm DFLASH."
+
+
+def test_classes_of_transformers():
+    assert refusal(model_impl="transformers").startswith("--model-impl transformers is not supported")
+    assert resolve(model_impl="sglang").model_impl == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("preferred", "message"),
+    [
+        ({"top_k": 1 << 40}, "top_k=1099511627776 is beyond 2147483647."),
+        ({"min_new_tokens": 5.5}, "min_new_tokens=5.5: "),
+        ({"max_new_tokens": "7"}, "max_new_tokens='7': "),
+        ({"beam_width": 2}, "beam_width=2 is not supported with DFLASH."),
+        ({"top": 1}, "sampling_params has top, which is none of its fields."),
+        ({"stop_token_ids": [1024]}, "stop_token_ids has 1024, expected an integer from 0 to 1023."),
+        ([1], "sampling_params is [1], not an object."),
+    ],
+)
+def test_preferred_sampling_params(preferred, message):
+    """They would pass the check of requests, which are completed by them behind it."""
+    flag = json.dumps(preferred)
+    assert refusal(preferred_sampling_params=flag).startswith(f"--preferred-sampling-params {flag}: {message}")
+
+
+def test_preferred_sampling_params_that_are_not_json():
+    assert refusal(preferred_sampling_params="{").startswith("--preferred-sampling-params {: ")
+
+
+def test_good_preferred_sampling_params():
+    assert resolve(preferred_sampling_params='{"top_k": 20}').preferred_sampling_params == {"top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"rope_scaling": None}, "rope_scaling=None"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type='dynamic'"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures=['Qwen3ForCausalLM']"),
+    ],
+)
+def test_overrides_that_the_drafter_cannot_follow(overrides, field):
+    message = refusal(json_model_override_args=json.dumps(overrides))
+    assert message.startswith(f"--json-model-override-args is for the drafter, too. {field} in config.json of drafter ")
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "message"),
+    [
+        ("LEN", float("nan"), "SGLANG_SIMULATE_ACC_LEN=nan: expected a number."),
+        ("METHOD", "foo", "SGLANG_SIMULATE_ACC_METHOD='foo': expected 'match-expected' or 'multinomial'."),
+        ("TOKEN_MODE", "foo", "SGLANG_SIMULATE_ACC_TOKEN_MODE='foo': expected 'fixed' or 'real-draft-token'."),
+    ],
+)
+def test_simulated_acceptance(monkeypatch, constant, value, message):
+    monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 3.0)
+    assert isinstance(simulate.SimulatedAcceptance.from_environment("cpu"), simulate.SimulatedAcceptance)
+    monkeypatch.setattr(simulate, f"SIMULATE_ACC_{constant}", value)
+    with pytest.raises(ConfigError) as caught:
+        simulate.SimulatedAcceptance.from_environment("cpu")
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("field", ["enable_lora", "enable_two_batch_overlap", "lora_paths"])
