@@ -61,11 +61,13 @@ class _Rates:
     def __init__(self, count: int) -> None:
         self._tried, self._accepted = ([1.0] * count for _ in range(2))
 
-    def add(self, j: int, tried: int, accepted: int) -> None:
+    def add(self, tried: int, accepted: Sequence[int], first: int = 0) -> None:
+        """Of the things from `first` on, which have been tried as often as each other."""
         # A large batch tells as much in a few cycles, and begins one text as another ends.
         decay = SETTINGS.decay ** max(1.0, tried / SETTINGS.tried_at_once)
-        self._tried[j] = decay * self._tried[j] + tried
-        self._accepted[j] = decay * self._accepted[j] + accepted
+        for j, count in enumerate(accepted, start=first):
+            self._tried[j] = decay * self._tried[j] + tried
+            self._accepted[j] = decay * self._accepted[j] + count
 
     def __iter__(self) -> Iterator[float]:
         return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
@@ -84,7 +86,7 @@ class ChainGains:
         # Blocks with at least 0, 1, ... accepted drafts.
         reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._rates.add(j, tried, accepted)
+            self._rates.add(tried, [accepted], first=j)
 
     def expected_tokens(self) -> list[float]:
         return list(accumulate(accumulate((1.0, *self._rates), mul)))
@@ -100,8 +102,7 @@ class TreeGains:
 
     def learn(self, width: int, result: Sequence[int]) -> None:
         """`result`: for each node the number of requests that accepted it; of the root, all that have a tree."""
-        for j in range(width):
-            self._rates.add(j, result[0], result[j])
+        self._rates.add(result[0], result[:width])
 
     def expected_tokens(self) -> list[float]:
         return list(accumulate(self._rates))

@@ -391,6 +391,13 @@ class CycleGraphs:
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
         self.widths = tuple(sorted(self._runners))
+        # Looked up for every width of every cycle.
+        self._costs = {
+            (bs, width): self._seconds[runner.padded(bs), width]
+            for width, runner in self._runners.items()
+            for bs in range(1, whole.max_bs + 1)
+            if self._seconds and runner.has(bs)
+        }
 
     def __getitem__(self, width: int) -> CycleGraphRunner:
         return self._runners[width]
@@ -401,8 +408,7 @@ class CycleGraphs:
 
     def cost(self, bs: int, width: int) -> float:
         """What a cycle takes, in seconds; inf where there is no graph."""
-        runner = self._runners[width]
-        return self._seconds[runner.padded(bs), width] if runner.has(bs) else math.inf
+        return self._costs.get((bs, width), math.inf)
 
     def _time(self) -> dict[tuple[int, int], float]:
         """What a cycle of each size and width takes.

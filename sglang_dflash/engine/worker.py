@@ -497,7 +497,8 @@ class DFlashWorker(BaseSpecWorker):
         counts = self._tree_counts.popleft()
         result, ranks = num_correct_drafts_per_req, []
         if counts is not None:
-            result, ranks = (part.tolist() for part in counts.tensor_split([-self._num_candidates]))
+            both = counts.tolist()
+            result, ranks = both[: -self._num_candidates], both[-self._num_candidates :]
         self._metrics.complete(num_correct_drafts_per_req, self._width.complete(result), ranks)
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
