@@ -85,7 +85,7 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
 def check_overridden(config: PretrainedConfig, path: str) -> None:
     """Raise :class:`ConfigError` unless a drafter's config still has a class and a RoPE that are served, after the user
     has replaced fields of what :func:`to_qwen3_config` made of it."""
-    if config.architectures != [ARCHITECTURE]:
+    if ARCHITECTURE not in (config.architectures or []):
         raise _error("architectures", config.architectures, [ARCHITECTURE], path)
     if not config.rope_parameters:
         raise _error("rope_scaling", config.rope_parameters, "a RoPE", path)

@@ -424,13 +424,14 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
     check_checkpoint_path(path)
     try:
+        overrides = json.loads(cfg.json_model_override_args)
         raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
         formats.refuse_others(raw, path)
         config = get_config(
             path,
             trust_remote_code=cfg.trust_remote_code,
             revision=revision,
-            model_override_args=json.loads(cfg.json_model_override_args),
+            model_override_args=overrides,
         )
     except ConfigError:
         raise
@@ -438,10 +439,11 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
         # transformers names neither the flag nor, for a repository, the path.
         reason = " ".join(str(error).split())
         raise ConfigError(f"--speculative-draft-model-path {path} cannot be read: {reason}") from error
-    try:
-        formats.check_overridden(config, path)
-    except ConfigError as error:
-        raise ConfigError(f"--json-model-override-args is for the drafter, too. {error}") from error
+    if overrides:
+        try:
+            formats.check_overridden(config, path)
+        except ConfigError as error:
+            raise ConfigError(f"--json-model-override-args is for the drafter, too. {error}") from error
     return config
 
 
