@@ -169,7 +169,8 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
         for i, (num_logprobs, output_len) in enumerate(lens):
             assert num_logprobs == (output_len if kinds[i % len(kinds)].get("return_logprob") else 0)
     assert min(least_free) > 0
-    # SGLang has a row of the vocabulary per request of each penalty, of their sum and factor, and of biases, and copies
-    # them when requests come and go.
+    # SGLang has a row of the vocabulary per request of each penalty, of their sum and factor, and of biases; sums and
+    # factors of every batch that it keeps until its results are there, and one is copied when requests come and go.
+    # All 256 requests at once in the sampler would take a hundred rows more.
     row_bytes = SHAPE["vocab_size"] * 4 * RUNNING
-    assert least_free[0] - min(least_free[1:]) <= counted["sampler"] + (12 * row_bytes >> 20)
+    assert least_free[0] - min(least_free[1:]) <= counted["sampler"] + (16 * row_bytes >> 20)
