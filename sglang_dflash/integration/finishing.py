@@ -27,6 +27,12 @@ def update_finish_state(original, req: Req, new_accepted_len: int = 1) -> None:
     failing = _failing.pop(req, None) if _failing else None
     if req.finished():
         return
+    _end(original, req, new_accepted_len, failing)
+    if req.finished_len is not None:
+        _forget_reasoning_behind_end(req)
+
+
+def _end(original, req: Req, new_accepted_len: int, failing: tuple[int, FINISH_ABORT] | None) -> None:
     before = len(req.output_ids) - new_accepted_len
     if failing is not None:
         num_tokens, failure = min(failing[0], new_accepted_len), failing[1]
@@ -46,6 +52,15 @@ def update_finish_state(original, req: Req, new_accepted_len: int = 1) -> None:
         req.finished_len = before + 1
     else:
         _end_at_first(original, req, before, new_accepted_len)
+
+
+def _forget_reasoning_behind_end(req: Req) -> None:
+    """SGLang has counted the whole run. Reasoning begins with the output, so that its tokens are as many as those
+    before its end, if the end comes first. What opens it may be incomplete there: then there is none."""
+    if req._think_start_match_len > req.finished_len:
+        req.reasoning_tokens = 0
+    else:
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
 def _has_text(req: Req) -> bool:

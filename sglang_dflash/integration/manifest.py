@@ -365,8 +365,9 @@ HOOKS = [
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
         kind=HookType.AROUND,
         function=finishing.update_finish_state,
-        why="of the tokens of a cycle, one behind the first that ends a request may be taken for its end",
-        until="SGLang looks for what comes first in the text",
+        why="of the tokens of a cycle, one behind the first that ends a request may be taken for its end, and those "
+        "behind it are counted as reasoning",
+        until="SGLang looks for what comes first in the text, and counts no further",
     ),
     Hook(
         target="sglang.srt.managers.schedule_batch.Req._check_str_based_finish",

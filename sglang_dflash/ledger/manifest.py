@@ -540,6 +540,16 @@ USES = (
         ),
     ),
     Use(
+        "integration/finishing.py",
+        "reasoning begins with the output, and is counted as far as a run goes",
+        (
+            f"{_REQ}.reasoning_tokens",
+            f"{_REQ}._think_start_match_len",
+            f"{_REQ}.update_reasoning_tokens",
+            f"{_REQ}.update_self_opened_reasoning_tokens",
+        ),
+    ),
+    Use(
         "integration/stop_regex.py",
         "whether and where a stop_regex ends a request is decided as there",
         (

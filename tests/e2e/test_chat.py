@@ -22,7 +22,10 @@ TOOL = {
 
 
 def ask(pair, **body):
-    dflash, plain = pair.ask(lambda server: server.post("/v1/chat/completions", QUESTION | body)["choices"][0])
+    dflash, plain = pair.ask(lambda server: server.post("/v1/chat/completions", QUESTION | body))
+    for name in ("prompt_tokens", "completion_tokens", "reasoning_tokens"):
+        assert dflash["usage"][name] == plain["usage"][name], name
+    [dflash], [plain] = dflash["choices"], plain["choices"]
     assert dflash["finish_reason"] == plain["finish_reason"]
     return dflash["message"], plain["message"]
 
@@ -46,3 +49,21 @@ def test_reasoning(pair):
 
     assert dflash == plain
     assert dflash["reasoning_content"] or dflash["content"]
+
+
+def test_reasoning_is_counted_up_to_the_end(pair, prompts):
+    """A cycle may accept tokens behind it."""
+    lengths = [1, 5, 17, 31, 60]
+    requests = [
+        {"input_ids": prompt, "max_new_tokens": length, "require_reasoning": True}
+        for prompt, length in zip(prompts, lengths)
+    ]
+    requests += [
+        {"input_ids": prompt, "max_new_tokens": 60, "require_reasoning": True, "stop": ["e", "s"]}
+        for prompt in prompts[:4]
+    ]
+
+    answers = pair.lossless(lambda server: server.generate_concurrently(requests))
+
+    for answer in answers:
+        assert answer["meta_info"]["reasoning_tokens"] == answer["meta_info"]["completion_tokens"]
