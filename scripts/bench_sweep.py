@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import math
 import shlex
 import signal
@@ -45,9 +44,9 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from bench.arguments import number_or_none, positive
+from bench.arguments import json_object, number_or_none, positive
 from bench.chart import draw
-from bench.engine import APIS, MODES, Configuration, EngineProcess, Load, Serving, Workload
+from bench.engine import APIS, MODES, OWN_ARGUMENTS, Configuration, EngineProcess, Load, Serving, Workload
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
 from bench.pairs import NORMAL_DRAFTERS, PAIRS, Pair, find_pair
@@ -106,7 +105,7 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
         chat_arguments=args.chat_arguments,
         temperatures=sorted(args.temperatures),
-        prefill_graphs=args.prefill_graphs,
+        engine_arguments=args.engine_arguments,
         serving=make_serving(args),
     )
 
@@ -288,7 +287,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "requests": args.requests,
         "accept_length": args.accept_length,
         "chat_arguments": args.chat_arguments,
-        "prefill_graphs": args.prefill_graphs,
+        "engine_arguments": args.engine_arguments,
         "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
         if args.measure == "serving"
         else None,
@@ -353,7 +352,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=positive, default=128)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="--measure requests: of answers")
     parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
-    parser.add_argument("--prefill-graphs", action="store_true", help="leave SGLang its CUDA graphs of prefills")
+    parser.add_argument(
+        "--engine-arguments",
+        type=json_object,
+        default={},
+        help='JSON, of every engine besides what is compared; {"disable_prefill_cuda_graph": false} gives them back '
+        "SGLang's CUDA graphs of prefills, which take a while to capture",
+    )
     serving = parser.add_argument_group("--measure serving")
     serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
     serving.add_argument(
@@ -373,7 +378,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=[False],
         help="serve with --speculative-adaptive; with `no yes` without it, too",
     )
-    parser.add_argument("--chat-arguments", type=json.loads, default={}, help="JSON, for the chat template")
+    parser.add_argument("--chat-arguments", type=json_object, default={}, help="JSON, for the chat template")
     parser.add_argument(
         "--together", type=positive, help="engines alive at a time; default: what 80 GB hold of an 8B model"
     )
@@ -400,8 +405,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
     if args.temperatures != [0.0] and args.measure != "requests":
         raise ValueError("--temperatures: for --measure requests only.")
-    if args.prefill_graphs and args.measure == "decode":
-        raise ValueError("--prefill-graphs: not for --measure decode, which leaves prefills out.")
+    for name in args.engine_arguments:
+        if name in OWN_ARGUMENTS or name.startswith("speculative_"):
+            raise ValueError(f"--engine-arguments: {name} is for the sweep to choose.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:

@@ -1,6 +1,7 @@
 """Values of command lines."""
 
 import argparse
+import json
 
 
 def positive(text: str) -> int:
@@ -12,3 +13,13 @@ def positive(text: str) -> int:
 
 def number_or_none(text: str) -> int | None:
     return None if text == "none" else positive(text)
+
+
+def json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value

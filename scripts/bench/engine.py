@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.pairs import NORMAL_DRAFTERS, STATE_SLOTS
@@ -27,6 +27,18 @@ from bench.prompts import Prompt, Prompts, build_prompts, final_number
 MODES = ("none", "in-tree", "ours")
 # `/generate` and `/v1/chat/completions`, as bench_serving calls them.
 APIS = ("sglang", "sglang-oai-chat")
+# Arguments that engines are compared by, besides those of speculation, or reached by.
+OWN_ARGUMENTS = (
+    "model_path",
+    "device",
+    "attention_backend",
+    "tp_size",
+    "max_total_tokens",
+    "skip_tokenizer_init",
+    "host",
+    "port",
+    "nccl_port",
+)
 
 # Length of the short answer that a long one is compared with.
 _SHORT_TOKENS = 64
@@ -121,7 +133,7 @@ class Workload:
         accept_length: simulated; None: the drafter's own.
         chat_arguments: for the chat template of the target's tokenizer.
         temperatures: "requests": every temperature that is measured.
-        prefill_graphs: whether SGLang may capture CUDA graphs of prefills, which takes a while.
+        engine_arguments: of every engine, over what it gets otherwise.
         serving: None unless "serving" is measured.
     """
 
@@ -134,7 +146,7 @@ class Workload:
     accept_length: float | None
     chat_arguments: dict
     temperatures: list[float]
-    prefill_graphs: bool = False
+    engine_arguments: dict = field(default_factory=dict)
     serving: Serving | None = None
 
     @property
@@ -193,7 +205,8 @@ def engine_arguments(
         # server it is emptied before each run.
         "disable_radix_cache": workload.measure == "requests",
         "max_running_requests": max(64, *workload.concurrency),
-        "disable_prefill_cuda_graph": not workload.prefill_graphs,
+        # They take a while to capture.
+        "disable_prefill_cuda_graph": True,
         # A bound on what is free beside other engines; what pools get is `max_total_tokens`.
         "mem_fraction_static": 0.95,
         # An engine that waits for its turn must not keep a core busy.
@@ -224,7 +237,7 @@ def engine_arguments(
             arguments["speculative_dflash_block_size"] = configuration.block_size
         if configuration.draft_window is not None:
             arguments["speculative_draft_window_size"] = configuration.draft_window
-    return arguments
+    return arguments | workload.engine_arguments
 
 
 def check_server(info: dict, mode: str, tokens: int) -> None:

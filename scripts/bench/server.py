@@ -23,6 +23,8 @@ def server_flags(arguments: dict) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False:
             flags += [flag, str(value)]
     return flags

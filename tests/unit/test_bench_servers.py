@@ -222,7 +222,9 @@ def test_arguments_are_those_of_sglang(measure):
         "--adaptive",
         "--no-chart",
     )
+    given = {"prefill_decode_interval": 4, "cuda_graph_bs_prefill": [64, 128], "disable_overlap_schedule": True}
     flags = ("--device", "cuda", "--pairs", "small", "--measure", measure, *lengths)
+    flags += ("--engine-arguments", json.dumps(given))
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     fields = {field.name for field in msgspec.structs.fields(ServerArgs)}
@@ -231,7 +233,7 @@ def test_arguments_are_those_of_sglang(measure):
         paths = {"small": "target", "small-dflash": "drafter"}
         arguments = engine_arguments(configuration, workload, paths, "cuda", True)
 
-        assert arguments.keys() <= fields
+        assert given.items() <= arguments.items() and arguments.keys() <= fields
         if measure == "serving":
             parsed = vars(parser.parse_args(server_flags(arguments)))
             assert {name: parsed[name] for name in arguments} == arguments

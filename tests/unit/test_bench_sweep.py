@@ -206,6 +206,8 @@ def test_pairs():
         ("--datasets nowhere.jsonl", "--datasets nowhere.jsonl: no such file"),
         ("--request-rates 4", "--request-rates: for --measure serving only"),
         ("--measure decode --own-lengths", "--own-lengths: for --measure serving only"),
+        ('--engine-arguments {"tp_size":2}', "--engine-arguments: tp_size"),
+        ('--engine-arguments {"speculative_eagle_topk":8}', "--engine-arguments: speculative_eagle_topk"),
     ],
 )
 def test_bad_flags(flags, message):
@@ -216,6 +218,15 @@ def test_bad_flags(flags, message):
 @pytest.mark.parametrize("flag", ["--concurrency", "--requests", "--repeats", "--request-rates", "--draft-windows"])
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
 def test_what_is_not_a_number_above_zero_is_refused(flag, value, capsys):
+    with pytest.raises(SystemExit):
+        bench_sweep.parse([f"{flag}={value}"])
+
+    assert f"argument {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--engine-arguments", "--chat-arguments"])
+@pytest.mark.parametrize("value", ["{", "[1]", "4"])
+def test_what_is_no_object_is_refused(flag, value, capsys):
     with pytest.raises(SystemExit):
         bench_sweep.parse([f"{flag}={value}"])
 
