@@ -242,6 +242,11 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
             f"--model-impl {cfg.model_impl} is not supported with --speculative-algorithm DFLASH: hidden states are "
             "captured in SGLang's own classes, and the drafter is one."
         )
+    if cfg.grammar_backend == "outlines":
+        raise ConfigError(
+            "--grammar-backend outlines is not supported with --speculative-algorithm DFLASH: of the tokens of a block "
+            "it rules on the first alone; choose xgrammar or llguidance."
+        )
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
             "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."

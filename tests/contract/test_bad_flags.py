@@ -214,6 +214,11 @@ def test_classes_of_transformers():
     assert resolve(model_impl="sglang").model_impl == "sglang"
 
 
+def test_grammars_that_know_no_blocks():
+    assert refusal(grammar_backend="outlines").startswith("--grammar-backend outlines is not supported")
+    assert resolve(grammar_backend="llguidance").grammar_backend == "llguidance"
+
+
 @pytest.mark.parametrize(
     ("preferred", "message"),
     [
