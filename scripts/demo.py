@@ -104,7 +104,9 @@ def ask(args: argparse.Namespace) -> None:
         sys.exit("DFLASH is served by another worker, or where it was not asked for.")
 
     question = QUESTIONS[args.pair]
-    text = args.question or question.text
+    text = question.text if args.question is None else args.question
+    if not text:
+        sys.exit("The question is empty.")
     answer(http, args.url, question.body(question.warm_up, tokenizer))
     view = TokenView(tokenizer, coloured=sys.stdout.isatty() and not args.plain)
     if worker:
@@ -188,7 +190,7 @@ def answer(http: requests.Session, url: str, body: dict, view: TokenView | None 
     meta_info = chunk["meta_info"]
     tokens = meta_info["completion_tokens"]
     # The first token comes from the prompt's forward, the rest from decode cycles.
-    cycles = meta_info.get("spec_verify_ct") or tokens - 1
+    cycles = meta_info.get("spec_verify_ct") or max(1, tokens - 1)
     if view:
         view.end(cycles)
     return {
@@ -209,7 +211,11 @@ def stream(http: requests.Session, url: str, body: dict) -> Iterator[dict]:
             sys.exit(f"{response.status_code}: {response.text}")
         for line in response.iter_lines(chunk_size=1):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield json.loads(line.removeprefix(b"data: "))
+                chunk = json.loads(line.removeprefix(b"data: "))
+                if "error" in chunk:
+                    # Of a stream that has begun, as its status says.
+                    sys.exit(f"{chunk['error']['code']}: {chunk['error']['message']}")
+                yield chunk
 
 
 def wait_until_ready(http: requests.Session, url: str, pid: int) -> None:

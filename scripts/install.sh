@@ -51,7 +51,8 @@ install_into_venv() {
     if [ "$(cat "$venv/installed-stamp" 2>/dev/null)" = "$stamp" ] && "$PYTHON" -c '' 2>/dev/null; then
         return
     fi
-    if ! "$PYTHON" -c '' 2>/dev/null; then
+    # One whose making was cut off has a Python and no pip.
+    if ! "$PYTHON" -c 'import pip' 2>/dev/null; then
         base="$(find_base_python)"
         say "making .venv with $("$base" --version)"
         "$base" -m venv --clear "$venv"

@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 
 import requests
+from bench.arguments import positive
 from bench.machine import hardware, versions
 
 # Of a request and of its sampling; what is left out is SGLang's default.
@@ -238,8 +239,14 @@ def soak(args: argparse.Namespace) -> dict:
 
 
 def read_prompts(path: Path) -> list[str]:
-    read = json.loads(path.read_text())
-    return read if isinstance(read, list) else [prompt for prompts in read.values() for prompt in prompts]
+    try:
+        read = json.loads(path.read_text())
+        prompts = read if isinstance(read, list) else [prompt for prompts in read.values() for prompt in prompts]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        sys.exit(f"soak.py: --prompts {path}: {error}")
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        sys.exit(f"soak.py: --prompts {path}: expected a list of texts, one at least.")
+    return prompts
 
 
 def markdown(report: dict) -> str:
@@ -257,7 +264,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--every", type=float, default=20)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--clients", type=positive, default=64)
     parser.add_argument("--new-tokens", type=int, default=256, help="of an answer, at most")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("work/soak"), help="without suffix")
@@ -266,7 +273,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{args.out}.json").write_text(json.dumps(report) + "\n")
     Path(f"{args.out}.md").write_text(markdown(report))
-    if report["failures"] or report["held_at_the_end"]:
+    if not report["answered"] or report["failures"] or report["held_at_the_end"]:
         sys.exit(f"failures: {report['failures']}; tokens held at the end: {report['held_at_the_end']}")
 
 

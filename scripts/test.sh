@@ -5,6 +5,11 @@
 # With one, tests/e2e serve on it, all but those that say why not.
 set -euo pipefail
 
+if [ $# -gt 0 ]; then
+    printf 'usage: test.sh, without arguments; it got: %s\n' "$*" >&2
+    exit 2
+fi
+
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 cd "$REPO"
 make_smollm2

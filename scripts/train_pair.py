@@ -19,6 +19,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+import torch  # noqa: E402
 from training import processes  # noqa: E402
 
 PAIRS = ["tiny", "hybrid", "smollm2"]
@@ -28,6 +29,8 @@ def main() -> None:
     """Run all stages that are not done yet, or the one that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", choices=PAIRS, required=True)
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        parser.parse_args()
     known, _ = parser.parse_known_args([arg for arg in sys.argv[1:] if arg not in ("-h", "--help")])
     pair = importlib.import_module(f"training.{known.pair}")
     parser.add_argument("--stage", choices=["all", *pair.STAGES], default="all")
@@ -46,6 +49,8 @@ def main() -> None:
     for folder in (args.work, args.out, args.report):
         folder.mkdir(parents=True, exist_ok=True)
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here")
     processes.join(args.device)
     run_stages(pair.STAGES, args.stage, pair.make_settings(args))
     processes.leave()

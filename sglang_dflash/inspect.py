@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
-from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
@@ -90,10 +89,7 @@ def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:
     check_checkpoint_path(path)
     raw = _read_config("DRAFTER", path)
     formats.refuse_others(raw, path)
-    try:
-        hf_config = formats.to_qwen3_config(raw, path)
-    except StrictDataclassError as error:
-        raise ConfigError(str(error)) from error
+    hf_config = formats.to_qwen3_config(raw, path)
     return DFlashConfig.from_dict(hf_config.to_dict(), path), hf_config.dtype
 
 
@@ -110,6 +106,13 @@ def tensor_shapes(path: str) -> dict[str, Shape]:
             raise ConfigError(f"the tensors of {path} cannot be read: {' '.join(str(error).split())}") from error
         return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
     files = sorted(Path(path).glob("*.safetensors"))
+    index = Path(path, "model.safetensors.index.json")
+    if index.is_file():
+        # What is beside them is not loaded.
+        try:
+            files = [Path(path, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the tensors of {path} cannot be read: {index} is no index: {error}") from error
     if not files:
         raise ConfigError(f"the tensors of {path} cannot be read: there is no *.safetensors in it.")
     shapes = {}
@@ -117,14 +120,14 @@ def tensor_shapes(path: str) -> dict[str, Shape]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"the tensors of {file} cannot be read: {error}") from error
     return shapes
 
 
 def _read_config(name: str, path: str) -> dict:
     try:
-        raw, _ = PretrainedConfig.get_config_dict(path)
+        raw = formats.read_config(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} {path} cannot be read: {' '.join(str(error).split())}") from error
     if not raw:

@@ -91,6 +91,8 @@ class DFlashConfig:
     output_multiplier: float
     final_logit_softcapping: float | None
     rope_type: str
+    rope_parameters: dict[str, Any]
+    rms_norm_eps: float
     is_speculators: bool
 
     @property
@@ -152,6 +154,9 @@ class DFlashConfig:
             output_multiplier=read.positive_number("output_multiplier", default=1.0),
             final_logit_softcapping=read.positive_number("final_logit_softcapping", default=None),
             rope_type=config["rope_parameters"]["rope_type"],
+            # SGLang's name of it comes and goes.
+            rope_parameters={name: value for name, value in config["rope_parameters"].items() if name != "type"},
+            rms_norm_eps=config["rms_norm_eps"],
             is_speculators=is_speculators,
         )
 
@@ -254,18 +259,22 @@ class TargetFacts:
         Raises:
             ConfigError: it does not say how large the target is.
         """
-        text = config.get("text_config", config)
+        text = config.get("text_config") or config
+        if not isinstance(text, dict):
+            raise ConfigError(f"text_config={text!r} in config.json of target {path}: expected an object.")
         for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
             if not _is_int(text.get(field)):
                 raise ConfigError(f"{field}={text.get(field)!r} in config.json of target {path}: expected an integer.")
-        kinds = set(text.get("layer_types") or [])
+        kinds = text.get("layer_types") or []
+        if not isinstance(kinds, list):
+            raise ConfigError(f"layer_types={kinds!r} in config.json of target {path}: expected a list.")
         return cls(
             path=path,
             architecture=(config.get("architectures") or ["of unknown architecture"])[0],
             hidden_size=text["hidden_size"],
             vocab_size=text["vocab_size"],
             num_layers=text["num_hidden_layers"],
-            is_recurrent=not kinds <= {"full_attention", "sliding_attention", "chunked_attention"},
+            is_recurrent=not set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention"},
         )
 
 
@@ -286,8 +295,8 @@ class _Reader:
 
     def positive_int(self, field: str) -> int:
         value = self.get(field)
-        if not _is_int(value) or value <= 0:
-            raise self.error(field, value, "a positive integer")
+        if not _is_int(value) or not 0 < value < 2**31:
+            raise self.error(field, value, "a positive integer below 2**31")
         return value
 
     def positive_number(self, field: str, default: float | None) -> float | None:
@@ -337,7 +346,8 @@ class _Reader:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise self.error("layer_types", kinds, f"one entry for each of {num_layers} layers")
         is_causal = self.get("is_causal")
-        if is_causal not in (None, True, False):
+        # 0 equals False, and would not be taken for it.
+        if is_causal is not None and not isinstance(is_causal, bool):
             raise self.error("is_causal", is_causal, "true, false or nothing")
         return tuple(self._layer(kind, is_causal) for kind in kinds)
 
@@ -347,8 +357,8 @@ class _Reader:
         if kind == "sliding_attention":
             window = self.config.get("sliding_window")
             # SGLang counts the keys beside the query, and takes 0 for no window (`RadixAttention`).
-            if not _is_int(window) or window < 2:
-                raise self.error("sliding_window", window, "2 or more, as layer_types has sliding layers")
+            if not _is_int(window) or not 2 <= window < 2**31:
+                raise self.error("sliding_window", window, "2 or more, below 2**31, as layer_types has sliding layers")
             return LayerAttention(window=window, causal=is_causal is not False)
         raise self.error("layer_types", kind, "'full_attention' or 'sliding_attention'")
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
 from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError
@@ -25,6 +27,25 @@ _OTHER_DRAFTERS = {
 }
 # The kinds of RoPE whose angles depend on the position alone, which is what the context's keys are rotated by.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
+    """The object that a checkpoint's `config.json` is.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except TypeError as error:
+        # transformers looks for fields in a number, or in null.
+        raise ValueError("its config.json is no JSON object") from error
+    if not isinstance(raw, dict):
+        raise ValueError("its config.json is no JSON object")
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures={names!r} in its config.json: expected a list of names")
+    return raw
 
 
 def is_dflash(raw: dict[str, Any]) -> bool:
@@ -66,20 +87,45 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
 
     Raises:
         ConfigError: a field makes no sense.
-        StrictDataclassError: transformers says so.
     """
     fields = _from_speculators(raw, path) if "speculators_model_type" in raw else dict(raw)
     _settle_windows(fields, path)
     # Whatever the config calls itself, the layers are Qwen3's; its own class knows the defaults it leaves out.
     model_type = fields.get("model_type") or Qwen3Config.model_type
-    if model_type not in CONFIG_MAPPING:
+    _check_fields(fields, path)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise _error("model_type", model_type, "a type that transformers knows", path)
-    if model_type != Qwen3Config.model_type:
-        fields = CONFIG_MAPPING[model_type].from_dict(fields).to_dict()
-    config = Qwen3Config.from_dict(fields | {"model_type": Qwen3Config.model_type})
+    try:
+        if model_type != Qwen3Config.model_type:
+            fields = CONFIG_MAPPING[model_type].from_dict(fields).to_dict()
+        config = Qwen3Config.from_dict(fields | {"model_type": Qwen3Config.model_type})
+    except (KeyError, StrictDataclassError) as error:
+        reason = error.args[0] if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError(f"config.json of drafter {path}: {reason}") from error
     config._name_or_path = path
     _settle_rope(config, path)
     return config
+
+
+def _check_fields(fields: dict[str, Any], path: str) -> None:
+    """Raise :class:`ConfigError` for what transformers takes as it is and SGLang fails at, or serves otherwise."""
+    for name in ("dtype", "torch_dtype"):
+        value = fields.get(name)
+        known = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+        if value is not None and not isinstance(known, torch.dtype):
+            raise _error(name, value, "the name of a dtype", path)
+    if fields.get("hidden_act") not in (None, "silu"):
+        raise _error("hidden_act", fields["hidden_act"], "'silu', as in Qwen3", path)
+    if fields.get("quantization_config"):
+        expected = "nothing: DFLASH needs an unquantised drafter"
+        raise _error("quantization_config", fields["quantization_config"], expected, path)
+    _check_positive("rms_norm_eps", fields.get("rms_norm_eps"), path)
+
+
+def _check_positive(name: str, value: object, path: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise _error(name, value, "a positive number", path)
 
 
 def check_overridden(config: PretrainedConfig, path: str) -> None:
@@ -97,7 +143,7 @@ def parse_drafter(
 ) -> PretrainedConfig:
     """AROUND `HfModelConfigParser.parse`, which every part of SGLang that opens a checkpoint goes through."""
     raw, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
-    if not is_dflash(raw):
+    if not isinstance(raw, dict) or not is_dflash(raw):
         return original(parser, model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
     return to_qwen3_config(raw, str(model))
 
@@ -125,6 +171,9 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
         raise _error("transformer_layer_config", layers, "the config of the drafter's layers", path)
     if raw.get("sample_from_anchor"):
         raise _error("sample_from_anchor", True, "false: DFlash's first row is the bonus token", path)
+    is_two_sided = raw.get("sliding_window_non_causal")
+    if is_two_sided is not None and not isinstance(is_two_sided, bool):
+        raise _error("sliding_window_non_causal", is_two_sided, "true or false", path)
     ids = raw.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise _error("aux_hidden_state_layer_ids", ids, "layer numbers, the embedding being 0", path)
@@ -136,7 +185,7 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "target_hidden_size": raw.get("target_hidden_size"),
         # Full layers are bidirectional either way.
-        "is_causal": False if raw.get("sliding_window_non_causal") else None,
+        "is_causal": False if is_two_sided else None,
         "dflash_config": {
             "mask_token_id": raw.get("mask_token_id"),
             "target_layer_ids": [i - 1 for i in ids],
@@ -188,6 +237,9 @@ def _settle_rope(config: Qwen3Config, path: str) -> None:
         raise _error("rope_parameters.rope_type", rope["rope_type"], f"one of {', '.join(_ROPE_TYPES)}", path)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _error("partial_rotary_factor", rope["partial_rotary_factor"], "1.0, as in Qwen3", path)
+    for name, value in rope.items():
+        if name.endswith(("rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")):
+            _check_positive(f"rope_parameters.{name}", value, path)
     attention_factor = rope.get("attention_factor")
     if rope["rope_type"] == "yarn" and attention_factor is not None:
         # SGLang does not read it: it multiplies its own default by `attn_factor`.

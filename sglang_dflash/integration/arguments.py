@@ -430,7 +430,7 @@ def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
     check_checkpoint_path(path)
     try:
         overrides = json.loads(cfg.json_model_override_args)
-        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        raw = formats.read_config(path, revision)
         formats.refuse_others(raw, path)
         config = get_config(
             path,

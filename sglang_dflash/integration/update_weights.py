@@ -9,9 +9,11 @@ import logging
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     EndWeightUpdateReqOutput,
@@ -24,7 +26,6 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_parallel
-from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
@@ -63,11 +64,13 @@ def update_weights_from_disk(
     path = recv_req.model_path
     # A hub may fail on one rank alone.
     if not any(_of_all_ranks(_is_drafter(path))):
+        _check_target(path, manager.tp_worker.model_runner.model_config)
         return original(_without_drafter(manager), recv_req)
     serving = manager.draft_worker.draft_model_runner.model.dflash_config
     for problems in _of_all_ranks(receive_on_all_ranks(differences, path, serving)):
         if problems:
-            raise AdminError(f"drafter {path} cannot take the place of the one that serves: {'; '.join(problems)}.")
+            reasons = "; ".join(problems).rstrip(".")
+            raise AdminError(f"drafter {path} cannot take the place of the one that serves: {reasons}.")
     # It raises what keeps it from being updated.
     with manager._observe_weight_load("disk"):
         success, message = manager.draft_worker.update_drafter(path, recv_req.load_format)
@@ -185,9 +188,30 @@ def update_model_path_info(original, manager: TokenizerManager, model_path: str,
         original(manager, model_path, load_format)
 
 
+def _check_target(path: str, serving: ModelConfig) -> None:
+    """SGLang would load what has the names of the target's tensors, whatever it is."""
+    names, problem = _architectures(path), None
+    # SGLang calls some targets otherwise than their checkpoints do.
+    known = [serving.hf_config.architectures, _architectures(serving.model_path)]
+    # What is no folder, SGLang finds, or says that it is not there.
+    if names not in known and (names is not None or Path(path).is_dir()):
+        problem = (
+            f"{path} is a checkpoint neither of the drafter nor of the target: architectures={names} in its "
+            f"config.json, where {known[0]} is served"
+        )
+    _agree(problem, has_loaded=False)
+
+
+def _architectures(path: str) -> list[str] | None:
+    try:
+        return formats.read_config(path).get("architectures")
+    except (OSError, ValueError):
+        return None
+
+
 def _is_drafter(path: str) -> bool:
     try:
-        raw, _ = PretrainedConfig.get_config_dict(path)
+        raw = formats.read_config(path)
     except (OSError, ValueError):
         # SGLang's own answer names the path.
         return False

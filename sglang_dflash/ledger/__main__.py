@@ -9,6 +9,8 @@ import argparse
 import difflib
 import json
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.diff or options.base is not None:
             base = Source.installed() if options.base is None else Source.at(options.base)
         report = {symbol: _entry(symbol, uses[symbol], source, base) for symbol in uses}
-    except SourceError as error:
+    except (SourceError, OSError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -121,7 +123,9 @@ def _write(source: Source) -> int:
     for name, hashes in (("FILES", files), ("FINGERPRINTS", fingerprints)):
         text += f"\n{name} = {{\n{_lines(f'{key!r}: {value!r}' for key, value in sorted(hashes.items()))}}}\n"
     text += f"\nHOOKED = (\n{_lines(repr((use.user, use.why, *use.symbols)) for use in hooks)})\n"
-    Path(recorded.__file__).write_text(text, "utf-8")
+    partial = Path(recorded.__file__).with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(recorded.__file__)
     print(f"Recorded {len(symbols)} symbols of SGLang {source.version} ({source.where}).")
     return 0
 

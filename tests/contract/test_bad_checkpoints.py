@@ -126,7 +126,9 @@ def test_drafter_field(tmp_path, fields, named):
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
         ({"use_swa": False}, "use_sliding_window, use_swa=[True, False]"),
         ({"use_swa": 1}, "use_swa=1"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 10**30}, "sliding_window=1"),
         ({"is_causal": "no"}, "is_causal='no'"),
+        ({"is_causal": 0}, "is_causal=0"),
     ],
 )
 def test_drafter_layers(tmp_path, fields, named):
@@ -138,6 +140,35 @@ def test_drafter_layers(tmp_path, fields, named):
     message = refusal(speculative_draft_model_path=path)
     assert path in message
     assert named in message or "layer_types" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_theta": -1}, "rope_theta=-1"),
+        ({"rope_theta": "x"}, "rope_theta='x'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor='4'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}}, "attention_factor=0"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+        ({"dtype": "x"}, "dtype='x'"),
+        ({"block_size": 10**30}, "block_size=1"),
+        ({"architectures": 5}, "architectures=5"),
+    ],
+)
+def test_values_without_a_meaning(tmp_path, fields, named):
+    path = drafter_with(tmp_path, **fields)
+    message = refusal(speculative_draft_model_path=path)
+    assert named in message and path in message
+
+
+@pytest.mark.parametrize("config", [None, 3, [], "x"])
+def test_config_is_no_object(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(speculative_draft_model_path=str(tmp_path))
+    assert message.startswith(f"--speculative-draft-model-path {tmp_path} cannot be read: ")
 
 
 def test_shorter_context_is_allowed_where_it_is_served(tmp_path):

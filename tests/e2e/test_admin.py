@@ -1,6 +1,7 @@
 """Administration: what is served, what is refused, and that the server and its text are right afterwards."""
 
 import base64
+import json
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +210,35 @@ def test_a_checkpoint_that_cannot_be_loaded(pair, prompts, tmp_path, kind):
     answer = pair.dflash.post("/update_weights_from_disk", {"model_path": str(TARGET_DIR)})
 
     assert answer["success"], answer["message"]
+    assert_undisturbed(pair, prompts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # Of another class, whose tensors are called as the target's.
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures=['DFlash2DraftModel']"),
+        ({"architectures": None}, "architectures=None"),
+        ({"architectures": 5}, "architectures=None"),
+        (None, "architectures=None"),
+        # Drafters, whose forward would go on as that of the old one.
+        ({"rope_theta": 5e5}, "rope_parameters"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_a_checkpoint_of_something_else(pair, prompts, tmp_path, changes, named):
+    """A drafter's tensors, some of which have names of the target's."""
+    other = tmp_path / "other"
+    shutil.copytree(DRAFTER_DIR, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").unlink()
+    if changes is not None:
+        (other / "config.json").write_text(json.dumps(config | changes))
+
+    answer = refused(pair.dflash, "/update_weights_from_disk", {"model_path": str(other)})
+
+    assert named in answer
     assert_undisturbed(pair, prompts)
 
 

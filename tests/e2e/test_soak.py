@@ -33,6 +33,15 @@ def test_soak(pair, tmp_path):
     assert "| acceptance length |" in soak.markdown(report)
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "3", "[1]"])
+def test_prompts_that_are_none(pair, tmp_path, text):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+
+    with pytest.raises(SystemExit, match=str(path)):
+        soak.read_prompts(path)
+
+
 def test_a_failure_is_told(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "KINDS", {"bad": {"temperature": -1}})
     report = soak.soak(arguments(pair.dflash, tmp_path, seconds=2, every=2, clients=1))

@@ -144,6 +144,7 @@ def test_default_target_layers(num_layers, num_target_layers, ids):
         ({"aux_hidden_state_layer_ids": [3, 2]}, "target_layer_ids=[2, 1]"),
         ({"transformer_layer_config": None}, "transformer_layer_config=None"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True"),
+        ({"sliding_window_non_causal": "false"}, "sliding_window_non_causal='false'"),
         ({"target_hidden_size": 512}, "target_hidden_size=512"),
         ({"draft_vocab_size": 2048}, "draft_vocab_size=2048"),
         ({"draft_vocab_size": 0}, "draft_vocab_size=0"),

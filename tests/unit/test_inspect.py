@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.inspect import main
+from sglang_dflash.inspect import main, tensor_shapes
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
@@ -93,6 +93,8 @@ def test_every_mismatch_is_found(capsys, tmp_path):
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["DominoDraftModel"]}, "a Domino checkpoint"),
         ({"dflash_config": None}, "is not a DFlash checkpoint"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"dtype": "x"}, "dtype='x'"),
     ],
 )
 def test_config_that_cannot_be_understood(capsys, tmp_path, config, named):
@@ -115,6 +117,19 @@ def test_multimodal_target(capsys, tmp_path):
     text = json.loads((TARGET_DIR / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["SomeVLModel"], "text_config": text}))
     assert inspect(capsys, tmp_path, DRAFTER_DIR)[0] == 0
+
+
+def test_files_beside_an_index_are_not_loaded(capsys, tmp_path):
+    drafter = copy_with(DRAFTER_DIR, tmp_path / "drafter")
+    shutil.copy(TARGET_DIR / "model.safetensors", drafter / "old.safetensors")
+    tensors = tensor_shapes(str(DRAFTER_DIR))
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (drafter / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect(capsys, TARGET_DIR, drafter)[0] == 0
+
+    (drafter / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "none.safetensors"}}))
+    [mismatch] = inspect(capsys, TARGET_DIR, drafter)[1]["mismatches"]
+    assert "none.safetensors" in mismatch
 
 
 @pytest.mark.parametrize("damage", ["no tensors", "no header", "no config", "no target"])
