@@ -5,6 +5,7 @@ SGLang would load the one checkpoint that a request names into both, and so it w
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from copy import copy
@@ -25,7 +26,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.utils.hf_transformers_utils import get_config
+from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
@@ -218,10 +221,18 @@ def _is_drafter(path: str) -> bool:
     return formats.is_dflash(raw)
 
 
+def _served_config(path: str) -> PretrainedConfig:
+    model = get_model()
+    overrides = json.loads(model.json_model_override_args)
+    return get_config(path, trust_remote_code=model.trust_remote_code, model_override_args=overrides)
+
+
 def differences(path: str, serving: DFlashConfig) -> list[str]:
     """What keeps a checkpoint from taking the place of the drafter that serves: fields and tensors that differ."""
     try:
-        config, _ = read_drafter(path)
+        # What is wrong with it has a sentence here; SGLang's own way applies --json-model-override-args.
+        read_drafter(path)
+        config = DFlashConfig.from_dict(_served_config(path).to_dict(), path)
         if config != replace(serving, path=path):
             return [
                 f"{field.name}={getattr(config, field.name)!r}, where {getattr(serving, field.name)!r} is served"

@@ -6,11 +6,13 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.runtime_context import get_context
+from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
 from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
 from sglang_dflash.checkpoint.tensors import draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.integration.update_weights import differences
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 ZLAB = json.loads((DRAFTER_DIR / "config.json").read_text())
@@ -255,11 +257,15 @@ ROPE = {
 }
 
 
+def sglang_config_of(**arguments):
+    on_cpu = {} if torch.cuda.is_available() else {"device": "cpu", "attention_backend": "torch_native"}
+    return get_context().override_server_args(model_path=str(TARGET_DIR), **on_cpu, **arguments)
+
+
 @pytest.fixture(scope="module")
 def sglang_config():
     """SGLang's layers read the process's arguments while they are built."""
-    on_cpu = {} if torch.cuda.is_available() else {"device": "cpu", "attention_backend": "torch_native"}
-    with get_context().override_server_args(model_path=str(TARGET_DIR), **on_cpu):
+    with sglang_config_of():
         yield
 
 
@@ -303,6 +309,18 @@ def test_rope_of_sglang_is_that_of_transformers(scaling, sglang_config):
 def test_rope_that_is_refused(fields, named):
     with pytest.raises(ConfigError, match=named):
         read(without(ZLAB, "rope_scaling", "rope_theta") | fields)
+
+
+def test_a_server_that_overrides_fields_takes_its_own_drafter_again():
+    overrides = {"rms_norm_eps": 1e-5, "rope_scaling": ROPE["yarn"]}
+    with sglang_config_of(json_model_override_args=json.dumps(overrides)):
+        config = get_config(str(DRAFTER_DIR), trust_remote_code=False, model_override_args=overrides)
+    serving = DFlashConfig.from_dict(config.to_dict(), str(DRAFTER_DIR))
+    with sglang_config_of(json_model_override_args=json.dumps(overrides)):
+        assert differences(str(DRAFTER_DIR), serving) == []
+    with sglang_config_of():
+        found = [problem.partition("=")[0] for problem in differences(str(DRAFTER_DIR), serving)]
+    assert found == ["rope_type", "rope_parameters", "rms_norm_eps"]
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------
