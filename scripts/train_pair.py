@@ -45,12 +45,12 @@ def main() -> None:
     parser.add_argument("--drafter-seconds", type=float, help="upper bound of the drafter's training time")
     pair.add_arguments(parser)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here")
     args.report = args.report or args.work / "report"
     for folder in (args.work, args.out, args.report):
         folder.mkdir(parents=True, exist_ok=True)
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
     processes.join(args.device)
     run_stages(pair.STAGES, args.stage, pair.make_settings(args))
     processes.leave()

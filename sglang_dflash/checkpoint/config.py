@@ -156,7 +156,7 @@ class DFlashConfig:
             rope_type=config["rope_parameters"]["rope_type"],
             # SGLang's name of it comes and goes.
             rope_parameters={name: value for name, value in config["rope_parameters"].items() if name != "type"},
-            rms_norm_eps=config["rms_norm_eps"],
+            rms_norm_eps=read.positive_number("rms_norm_eps", default=None),
             is_speculators=is_speculators,
         )
 
@@ -303,7 +303,7 @@ class _Reader:
         value = self.get(field)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not is_positive_number(value):
             raise self.error(field, value, "a positive number")
         return float(value)
 
@@ -361,6 +361,10 @@ class _Reader:
                 raise self.error("sliding_window", window, "2 or more, below 2**31, as layer_types has sliding layers")
             return LayerAttention(window=window, causal=is_causal is not False)
         raise self.error("layer_types", kind, "'full_attention' or 'sliding_attention'")
+
+
+def is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _is_int(value: object) -> bool:

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
-from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError
+from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError, is_positive_number
 
 # Drafters related to DFlash that it cannot stand for, and the words by which their configs tell.
 _OTHER_DRAFTERS = {
@@ -119,13 +119,6 @@ def _check_fields(fields: dict[str, Any], path: str) -> None:
     if fields.get("quantization_config"):
         expected = "nothing: DFLASH needs an unquantised drafter"
         raise _error("quantization_config", fields["quantization_config"], expected, path)
-    _check_positive("rms_norm_eps", fields.get("rms_norm_eps"), path)
-
-
-def _check_positive(name: str, value: object, path: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise _error(name, value, "a positive number", path)
 
 
 def check_overridden(config: PretrainedConfig, path: str) -> None:
@@ -238,8 +231,11 @@ def _settle_rope(config: Qwen3Config, path: str) -> None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _error("partial_rotary_factor", rope["partial_rotary_factor"], "1.0, as in Qwen3", path)
     for name, value in rope.items():
-        if name.endswith(("rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")):
-            _check_positive(f"rope_parameters.{name}", value, path)
+        is_number = name.endswith(
+            ("rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        )
+        if is_number and value is not None and not is_positive_number(value):
+            raise _error(f"rope_parameters.{name}", value, "a positive number", path)
     attention_factor = rope.get("attention_factor")
     if rope["rope_type"] == "yarn" and attention_factor is not None:
         # SGLang does not read it: it multiplies its own default by `attn_factor`.

@@ -65,9 +65,10 @@ def update_weights_from_disk(
         )
     check_load_format(recv_req.load_format.lower(), [load_format.value for load_format in LoadFormat])
     path = recv_req.model_path
+    raw = _config_of(path)
     # A hub may fail on one rank alone.
-    if not any(_of_all_ranks(_is_drafter(path))):
-        _check_target(path, manager.tp_worker.model_runner.model_config)
+    if not any(_of_all_ranks(formats.is_dflash(raw))):
+        _check_target(path, raw.get("architectures"), manager.tp_worker.model_runner.model_config)
         return original(_without_drafter(manager), recv_req)
     serving = manager.draft_worker.draft_model_runner.model.dflash_config
     for problems in _of_all_ranks(receive_on_all_ranks(differences, path, serving)):
@@ -187,15 +188,15 @@ def _of_all_ranks(value: Any) -> list:
 
 def update_model_path_info(original, manager: TokenizerManager, model_path: str, load_format: str) -> None:
     """AROUND `TokenizerManager._update_model_path_info`: a server is not named after its drafter."""
-    if not (is_dflash(manager.server_args) and _is_drafter(model_path)):
+    if not (is_dflash(manager.server_args) and formats.is_dflash(_config_of(model_path))):
         original(manager, model_path, load_format)
 
 
-def _check_target(path: str, serving: ModelConfig) -> None:
-    """SGLang would load what has the names of the target's tensors, whatever it is."""
-    names, problem = _architectures(path), None
+def _check_target(path: str, names: list[str] | None, serving: ModelConfig) -> None:
+    """SGLang would load what has the names of the target's tensors, whatever it is; names: its architectures."""
+    problem = None
     # SGLang calls some targets otherwise than their checkpoints do.
-    known = [serving.hf_config.architectures, _architectures(serving.model_path)]
+    known = [serving.hf_config.architectures, _config_of(serving.model_path).get("architectures")]
     # What is no folder, SGLang finds, or says that it is not there.
     if names not in known and (names is not None or Path(path).is_dir()):
         problem = (
@@ -205,20 +206,12 @@ def _check_target(path: str, serving: ModelConfig) -> None:
     _agree(problem, has_loaded=False)
 
 
-def _architectures(path: str) -> list[str] | None:
+def _config_of(path: str) -> dict[str, Any]:
+    """Empty where there is none: SGLang's own answer names the path."""
     try:
-        return formats.read_config(path).get("architectures")
+        return formats.read_config(path)
     except (OSError, ValueError):
-        return None
-
-
-def _is_drafter(path: str) -> bool:
-    try:
-        raw = formats.read_config(path)
-    except (OSError, ValueError):
-        # SGLang's own answer names the path.
-        return False
-    return formats.is_dflash(raw)
+        return {}
 
 
 def _served_config(path: str) -> PretrainedConfig:
