@@ -12,9 +12,10 @@ from sampled import FIRST, NUM_NEW, SETTINGS, START, TABLE, VOCAB, p_value, writ
 # Continuations of each setting.
 NUM_WANTED = 200_000
 NUM_RUNNING, NUM_CHAINS, CHAIN_LENGTH = 512, 1024, 1900
-# Where the distribution depends on all that was generated, each continuation takes a request. An Engine answers some
-# 400 of them per second, whatever its GPU, so several share the work.
+# Where the distribution depends on all that was generated, each continuation takes a request.
 ALONE = ("penalties", "repetition, bias and stop")
+# An Engine answers some 400 requests per second, whatever its GPU, and has a host to wait for between cycles, so several
+# share the work.
 NUM_ENGINES = 4
 # One false alarm in 900 runs of this file.
 SIGNIFICANCE = 1e-4
@@ -75,11 +76,20 @@ def check(name: str, answers: list[dict]) -> torch.Tensor:
 @pytest.mark.gpu
 def test_distribution(pair, tmp_path):
     names = [name for name in SETTINGS if name not in ALONE]
-    calls = [call(name, NUM_CHAINS, CHAIN_LENGTH) for name in names]
-    answers, described = run(tmp_path, pair | ENGINE, calls)
 
-    assert described["worker"] == "DFlashWorker"
-    tokens = {name: check(name, of_one) for name, of_one in zip(names, answers, strict=True)}
+    def answers(number: int) -> list[list[dict]]:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        calls = [call(name, NUM_CHAINS, CHAIN_LENGTH) for name in names[number::NUM_ENGINES]]
+        of_calls, described = run(folder, pair | ENGINE, calls)
+        assert described["worker"] == "DFlashWorker"
+        return of_calls
+
+    tokens = {}
+    with ThreadPoolExecutor(NUM_ENGINES) as threads:
+        for number, of_calls in enumerate(threads.map(answers, range(NUM_ENGINES))):
+            of_engine = zip(names[number::NUM_ENGINES], of_calls, strict=True)
+            tokens |= {name: check(name, of_one) for name, of_one in of_engine}
     # The test would notice if one unlikely draft in a hundred were kept without asking.
     biased = tokens["temperature 1"].clone()
     biased[::100, 0] = TABLE[FIRST].argmin()
