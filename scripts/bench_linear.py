@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import shlex
 import statistics
 import sys
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import torch
 from bench import cublaslt
+from bench.arguments import positive
 from bench.machine import hardware, versions
 from torch.nn import functional
 
@@ -138,6 +140,13 @@ def parse(shape: str) -> tuple[int, int, bool]:
     size, _, gated = shape.partition(" ")
     num_columns, size_k = (int(n) for n in size.split("x"))
     return num_columns, size_k, gated == "gated"
+
+
+def known_shape(text: str) -> str:
+    """Of a command line."""
+    if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*( gated)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not COLUMNSxDEPTH or 'COLUMNSxDEPTH gated'")
+    return text
 
 
 def linears(rows: int, shape: str) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]]:
@@ -249,8 +258,8 @@ def fastest(us: dict[str, float], prefix: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=[8, 16, 32, 64])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--rows", nargs="+", type=positive, default=[8, 16, 32, 64])
+    parser.add_argument("--shapes", nargs="+", type=known_shape, default=SHAPES)
     parser.add_argument("--out", type=Path, default=Path("work/linear"), help="without suffix")
     args = parser.parse_args()
     setup = {

@@ -44,7 +44,7 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from bench.arguments import json_object, number_or_none, positive
+from bench.arguments import json_object, number_or_none, positive, temperature
 from bench.chart import draw
 from bench.engine import APIS, MODES, OWN_ARGUMENTS, Configuration, EngineProcess, Load, Serving, Workload
 from bench.groups import Candidate, pack, running
@@ -350,7 +350,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="answers per run of --measure requests or serving; default: 4 per client, and at least 16",
     )
     parser.add_argument("--new-tokens", type=positive, default=128)
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="--measure requests: of answers")
+    parser.add_argument(
+        "--temperatures", nargs="+", type=temperature, default=[0.0], help="--measure requests: of answers"
+    )
     parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
     parser.add_argument(
         "--engine-arguments",

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.arguments import number_or_none
+from bench.arguments import number_or_none, positive
 from bench.engine import Configuration, Load, Workload
 from bench.groups import Candidate, pack, running
 from bench.pairs import PAIRS
@@ -183,11 +183,11 @@ def main() -> None:
     parser.add_argument("--pair", choices=[name for name, pair in PAIRS.items() if pair.is_dummy], default="qwen3-8b")
     parser.add_argument("--backends", nargs="+", default=["fa3"])
     parser.add_argument("--modes", nargs="+", choices=["in-tree", "ours"], default=["in-tree", "ours"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--draft-window", type=int)
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1])
+    parser.add_argument("--draft-window", type=positive)
     parser.add_argument("--trees", nargs="+", type=number_or_none, default=[None], help="nodes; none: chains")
-    parser.add_argument("--cycles", type=int, default=12)
-    parser.add_argument("--top", type=int, default=60, help="kernels to list")
+    parser.add_argument("--cycles", type=positive, default=12)
+    parser.add_argument("--top", type=positive, default=60, help="kernels to list")
     parser.add_argument("--accept-length", type=float, default=6.5)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"))
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder")

@@ -21,6 +21,7 @@ sys.path.insert(0, str(REPO))
 
 import torch  # noqa: E402
 from training import processes  # noqa: E402
+from training.files import read_json, write_json  # noqa: E402
 
 PAIRS = ["tiny", "hybrid", "smollm2"]
 
@@ -47,11 +48,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here")
+    asked = {"pair": args.pair, "seed": args.seed, "smoke": args.smoke}
+    if (begun := args.work / "run.json").exists() and read_json(begun) != asked:
+        parser.error(f"--work {args.work}: is of a run of {read_json(begun)}, not of {asked}; name another folder")
     args.report = args.report or args.work / "report"
     for folder in (args.work, args.out, args.report):
         folder.mkdir(parents=True, exist_ok=True)
 
     processes.join(args.device)
+    if processes.rank() == 0:
+        write_json(begun, asked)
     run_stages(pair.STAGES, args.stage, pair.make_settings(args))
     processes.leave()
 

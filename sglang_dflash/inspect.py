@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
-from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
-from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
-from sglang_dflash.checkpoint.tensors import Shape, tensor_problems
+from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
         return Inspection(mismatches=[" ".join(str(error).split())])
     mismatches = drafter.mismatches(target)
     try:
-        problems = tensor_problems(drafter, tensor_shapes(drafter_path))
+        problems = tensor_problems(drafter, read_headers(drafter_path))
         mismatches += [f"tensor of {drafter_path}: {problem}" for problem in problems]
     except ConfigError as error:
         mismatches.append(str(error))
@@ -91,38 +86,6 @@ def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:
     formats.refuse_others(raw, path)
     hf_config = formats.to_qwen3_config(raw, path)
     return DFlashConfig.from_dict(hf_config.to_dict(), path), hf_config.dtype
-
-
-def tensor_shapes(path: str) -> dict[str, Shape]:
-    """Name and shape of every tensor of a checkpoint, from the headers of its safetensors files.
-
-    Raises:
-        ConfigError: there are no such files, or they cannot be read.
-    """
-    if not os.path.isdir(path):
-        try:
-            files = get_safetensors_metadata(path).files_metadata.values()
-        except (NotASafetensorsRepoError, OfflineModeIsEnabled, HfHubHTTPError) as error:
-            raise ConfigError(f"the tensors of {path} cannot be read: {' '.join(str(error).split())}") from error
-        return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
-    files = sorted(Path(path).glob("*.safetensors"))
-    index = Path(path, "model.safetensors.index.json")
-    if index.is_file():
-        # What is beside them is not loaded.
-        try:
-            files = [Path(path, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"the tensors of {path} cannot be read: {index} is no index: {error}") from error
-    if not files:
-        raise ConfigError(f"the tensors of {path} cannot be read: there is no *.safetensors in it.")
-    shapes = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"the tensors of {file} cannot be read: {error}") from error
-    return shapes
 
 
 def _read_config(name: str, path: str) -> dict:

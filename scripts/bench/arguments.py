@@ -2,12 +2,20 @@
 
 import argparse
 import json
+import math
 
 
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no temperature")
     return number
 
 

@@ -1,17 +1,44 @@
-"""The tensors of a DFlash checkpoint: which there must be, which there may be, and what is wrong with those there are.
+"""The tensors of a DFlash checkpoint: which there must be, which there may be, which there are, and what is wrong with
+those.
 
 Shapes: H hidden size, D head dimension, V the target's vocabulary, v the drafter's own if it has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
 
 Shape = tuple[int, ...]
+
+_WEIGHTS = ("float64", "float32", "float16", "bfloat16")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+# As headers of safetensors files call them; others are named as they are there.
+_HEADER_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
+_HEADER_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
+
+
+class Tensor(NamedTuple):
+    """What a checkpoint says of one of its tensors.
+
+    Attributes:
+        name: in the checkpoint.
+        dtype: as torch calls it, `torch.` left out.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
 
 
 def checkpoint_name(name: str) -> str:
@@ -71,26 +98,88 @@ def spare_tensors(config: DFlashConfig) -> dict[str, Shape]:
     return spare
 
 
-def tensor_problems(config: DFlashConfig, found: Mapping[str, Shape]) -> list[str]:
+def tensor_problems(config: DFlashConfig, found: Iterable[Tensor]) -> list[str]:
     """What is wrong with a checkpoint's tensors.
 
-    Args:
-        found: name -> shape, as in the checkpoint.
-
     Returns:
-        a phrase for every unexpected, wrongly shaped or missing tensor.
+        a phrase for every unexpected, wrongly shaped, quantised, repeated or missing tensor.
     """
-    expected = expected_tensors(config)
-    known = spare_tensors(config) | expected
-    problems = []
-    for name, shape in found.items():
-        want = known.get(checkpoint_name(name))
-        if want is None:
-            problems.append(f"unexpected {name} {list(shape)}")
-        elif tuple(shape) != want:
-            problems.append(f"{name} has shape {list(shape)}, expected {list(want)}")
-    names = {checkpoint_name(name) for name in found}
-    return problems + [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in names]
+    expected, spare = expected_tensors(config), spare_tensors(config)
+    problems, seen = [], {}
+    for tensor in found:
+        name = checkpoint_name(tensor.name)
+        want = (spare | expected).get(name)
+        dtypes = _dtypes(name) if name in expected or name == "t2d" else (tensor.dtype,)
+        if name in seen:
+            problems.append(f"{name} is there twice, as {seen[name]} and as {tensor.name}")
+        elif want is None:
+            problems.append(f"unexpected {tensor.name} {list(tensor.shape)}")
+        elif tensor.shape != want:
+            problems.append(f"{tensor.name} has shape {list(tensor.shape)}, expected {list(want)}")
+        elif tensor.dtype not in dtypes:
+            problems.append(f"{tensor.name} is in {tensor.dtype}, expected one of {', '.join(dtypes)}")
+        seen[name] = tensor.name
+    return problems + [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in seen]
+
+
+def check_tensors(config: DFlashConfig, found: Iterable[Tensor]) -> None:
+    """Raise :class:`ConfigError` naming every tensor that is wrong."""
+    problems = tensor_problems(config, found)
+    if problems:
+        raise ConfigError(f"drafter {config.path} does not load: " + "; ".join(problems) + ".")
+
+
+def _dtypes(name: str) -> tuple[str, ...]:
+    """Those that a tensor which is read may have."""
+    return {"d2t": _INTEGERS, "t2d": ("bool", *_INTEGERS)}.get(name, _WEIGHTS)
+
+
+def safetensors_files(folder: str) -> list[Path]:
+    """The files of a checkpoint that SGLang loads: those of its index, or all.
+
+    Raises:
+        ConfigError: the index is none.
+    """
+    index = Path(folder, "model.safetensors.index.json")
+    if not index.is_file():
+        return sorted(Path(folder).glob("*.safetensors"))
+    try:
+        return [Path(folder, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the tensors of {folder} cannot be read: {index} is no index: {error}") from error
+
+
+def read_headers(path: str) -> list[Tensor]:
+    """Every tensor of a checkpoint, from the headers of its safetensors files.
+
+    Args:
+        path: a folder, or a repository of the Hugging Face hub.
+
+    Raises:
+        ConfigError: there are no such files, or they cannot be read.
+    """
+    if not os.path.isdir(path):
+        try:
+            files = get_safetensors_metadata(path).files_metadata.values()
+        except (NotASafetensorsRepoError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+            raise ConfigError(f"the tensors of {path} cannot be read: {' '.join(str(error).split())}") from error
+        return [_tensor(name, info.shape, info.dtype) for file in files for name, info in file.tensors.items()]
+    files = safetensors_files(path)
+    if not files:
+        raise ConfigError(f"the tensors of {path} cannot be read: there is no *.safetensors in it.")
+    found = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                found += [_tensor(name, part.get_shape(), part.get_dtype()) for name, part in slices.items()]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the tensors of {file} cannot be read: {error}") from error
+    return found
+
+
+def _tensor(name: str, shape: Iterable[int], dtype: str) -> Tensor:
+    return Tensor(name, tuple(shape), _HEADER_DTYPES.get(dtype, dtype))
 
 
 def draft_to_target(d2t: torch.Tensor, t2d: torch.Tensor | None, config: DFlashConfig) -> torch.Tensor:

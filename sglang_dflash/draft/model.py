@@ -23,13 +23,14 @@ from sglang.srt.models.qwen3 import Qwen3DecoderLayer
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.tensors import (
+    Tensor,
+    check_tensors,
     checkpoint_name,
     draft_to_target,
     expected_tensors,
     spare_tensors,
-    tensor_problems,
 )
 
 # Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
@@ -141,25 +142,23 @@ class DFlashDraftModel(nn.Module):
         """Load a checkpoint.
 
         Raises:
-            ConfigError: listing every missing, unexpected or wrongly shaped tensor.
+            ConfigError: listing every tensor that is wrong.
         """
         config = self.dflash_config
         expected, spare = expected_tensors(config), spare_tensors(config)
         params = dict(self.named_parameters())
-        found: dict[str, tuple[int, ...]] = {}
+        found: list[Tensor] = []
         vocabulary: dict[str, torch.Tensor] = {}
         for full_name, tensor in weights:
-            found[full_name] = tuple(tensor.shape)
+            found.append(Tensor(full_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
             name = checkpoint_name(full_name)
-            if found[full_name] != (spare | expected).get(name):
+            if found[-1].shape != (spare | expected).get(name):
                 continue
             if name in ("d2t", "t2d"):
                 vocabulary[name] = tensor
             elif name in expected:
                 _load(params, name, tensor)
-        problems = tensor_problems(config, found)
-        if problems:
-            raise ConfigError(f"drafter {config.path} does not load: " + "; ".join(problems) + ".")
+        check_tensors(config, found)
         if config.draft_vocab_size is not None:
             self.target_tokens.copy_(draft_to_target(vocabulary["d2t"], vocabulary.get("t2d"), config))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import msgspec
 from huggingface_hub.errors import StrictDataclassError
@@ -35,6 +36,7 @@ from sglang_dflash.checkpoint.config import (
     resolve_block_size,
     resolve_tree,
 )
+from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
 from sglang_dflash.verify import recurrent_state
 
 logger = logging.getLogger(__name__)
@@ -200,6 +202,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     choices = draft_attention_backends(server_args)
     backend = draft_attention_backend(server_args, choices)
     drafter.check_attention_backend(backend, block_size, choices)
+    check_local_tensors(server_args, drafter)
     declare_resolution(
         server_args,
         _SOURCE,
@@ -372,6 +375,15 @@ def check_dtypes(server_args: ServerArgs) -> None:
                 f"--{name.replace('_', '-')} {dtype}: SGLang's CPU engine has fp8 KV in its intel_amx attention alone, "
                 "and DFLASH drafts in another."
             )
+
+
+def check_local_tensors(server_args: ServerArgs, drafter: DFlashConfig) -> None:
+    """What the drafter would say of its tensors when the target has been loaded. Of files that are elsewhere, or no
+    safetensors, it says it then."""
+    cfg = resolving_view(server_args)
+    path, load_format = cfg.speculative_draft_model_path, cfg.speculative_draft_load_format or cfg.load_format
+    if load_format in ("auto", "safetensors") and os.path.isdir(path) and safetensors_files(path):
+        check_tensors(drafter, read_headers(path))
 
 
 def check_context_length(server_args: ServerArgs, drafter: PretrainedConfig) -> None:

@@ -32,10 +32,10 @@ from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
-from sglang_dflash.checkpoint.tensors import tensor_problems
+from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
 from sglang_dflash.cpu import packed_linear
 from sglang_dflash.draft import shortlist
-from sglang_dflash.inspect import read_drafter, tensor_shapes
+from sglang_dflash.inspect import read_drafter
 from sglang_dflash.integration.admin import AdminError, describe
 from sglang_dflash.integration.arguments import is_dflash, serves_dflash
 
@@ -232,6 +232,6 @@ def differences(path: str, serving: DFlashConfig) -> list[str]:
                 for field in fields(DFlashConfig)
                 if field.name != "path" and getattr(config, field.name) != getattr(serving, field.name)
             ]
-        return tensor_problems(config, tensor_shapes(path))
+        return tensor_problems(config, read_headers(path))
     except ConfigError as error:
         return [str(error)]

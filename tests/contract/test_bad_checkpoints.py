@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import torch
 from resolving import checkpoint, drafter_with, refusal, resolve
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -80,6 +81,31 @@ def test_other_drafters(tmp_path, config, named):
     path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", config=config)
     message = refusal(speculative_draft_model_path=path)
     assert message.startswith(f"--speculative-draft-model-path {path} is ") and named in message
+
+
+# --- a drafter's tensors: what of them can be known before anything is loaded -----------------------------------------
+
+
+def test_wrong_tensors(tmp_path):
+    tensors = {"fc.weight": torch.zeros(256, 512), "norm.weight": None, "hidden_norm.weight": torch.ones(256).char()}
+    path = checkpoint(DRAFTER_DIR, tmp_path / "drafter", tensors=tensors)
+    message = refusal(speculative_draft_model_path=path)
+    assert message.startswith(f"drafter {path} does not load: ")
+    for problem in (
+        "fc.weight has shape [256, 512], expected [256, 768]",
+        "hidden_norm.weight is in int8, expected one of float64, float32, float16, bfloat16",
+        "missing norm.weight [256]",
+    ):
+        assert problem in message
+    # Nobody reads them.
+    resolve(speculative_draft_model_path=path, speculative_draft_load_format="dummy")
+
+
+def test_file_that_is_cut(tmp_path):
+    path = drafter_with(tmp_path)
+    file = tmp_path / "drafter" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert refusal(speculative_draft_model_path=path).startswith(f"the tensors of {file} cannot be read: ")
 
 
 # --- a drafter that makes no sense, or was trained for another target -----------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bench.ports import claim_port
 from resolving import ON_CPU, checkpoint, drafter_with
+from safetensors.torch import load_file
 from serving import ENV
 
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
@@ -56,7 +57,7 @@ def test_server_with_wrong_hidden_size(tmp_path):
 
 @on_cpu
 def test_server_with_wrong_tensors(tmp_path):
-    """Every wrong tensor is named, in one sentence."""
+    """Every wrong tensor is named, in one sentence, by the loader, too, where nothing was read before."""
     tensors = {
         "fc.weight": torch.zeros(256, 512),
         "norm.weight": None,
@@ -64,6 +65,9 @@ def test_server_with_wrong_tensors(tmp_path):
         "lm_head.weight": torch.zeros(2, 3),
     }
     drafter = checkpoint(DRAFTER_DIR, tmp_path / "drafter", tensors=tensors)
+    safetensors = tmp_path / "drafter" / "model.safetensors"
+    torch.save(load_file(safetensors), safetensors.with_name("pytorch_model.bin"))
+    safetensors.unlink()
     stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, drafter), spawn=True)
     [error] = [line for line in stderr.splitlines() if "config.ConfigError: " in line]
     assert f"drafter {drafter} does not load: " in error

@@ -14,8 +14,8 @@ NUM_WANTED = 200_000
 NUM_RUNNING, NUM_CHAINS, CHAIN_LENGTH = 512, 1024, 1900
 # Where the distribution depends on all that was generated, each continuation takes a request.
 ALONE = ("penalties", "repetition, bias and stop")
-# An Engine answers some 400 requests per second, whatever its GPU, and has a host to wait for between cycles, so several
-# share the work.
+# An Engine answers some 400 requests per second, whatever its GPU, and waits for its host between cycles: several share
+# the work.
 NUM_ENGINES = 4
 # One false alarm in 900 runs of this file.
 SIGNIFICANCE = 1e-4

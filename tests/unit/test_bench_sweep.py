@@ -224,6 +224,14 @@ def test_what_is_not_a_number_above_zero_is_refused(flag, value, capsys):
     assert f"argument {flag}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "warm"])
+def test_what_is_no_temperature_is_refused(value, capsys):
+    with pytest.raises(SystemExit):
+        bench_sweep.parse([f"--temperatures={value}"])
+
+    assert "argument --temperatures" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--engine-arguments", "--chat-arguments"])
 @pytest.mark.parametrize("value", ["{", "[1]", "4"])
 def test_what_is_no_object_is_refused(flag, value, capsys):

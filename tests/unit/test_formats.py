@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
 from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
-from sglang_dflash.checkpoint.tensors import draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.checkpoint.tensors import Tensor, draft_to_target, expected_tensors, tensor_problems
 from sglang_dflash.integration.update_weights import differences
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
@@ -326,12 +326,38 @@ def test_a_server_that_overrides_fields_takes_its_own_drafter_again():
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 
+def tensors(shapes):
+    """Of a checkpoint in bfloat16."""
+    dtypes = {"d2t": "int64", "t2d": "bool"}
+    return [Tensor(name, shape, dtypes.get(name, "bfloat16")) for name, shape in shapes.items()]
+
+
+def test_tensors_of_other_dtypes():
+    drafter = read(SPECULATORS | {"draft_vocab_size": 8})
+    found = expected_tensors(drafter) | {"embed_tokens.weight": (1024, 256)}
+    # What is not loaded may be in any.
+    odd = {"norm.weight": "int8", "d2t": "float32", "lm_head.weight": "F8_E4M3", "embed_tokens.weight": "int8"}
+    found = [tensor._replace(dtype=odd.get(tensor.name, tensor.dtype)) for tensor in tensors(found)]
+    problems = tensor_problems(drafter, found)
+    assert sorted(problem.partition(",")[0] for problem in problems) == [
+        "d2t is in float32",
+        "lm_head.weight is in F8_E4M3",
+        "norm.weight is in int8",
+    ]
+
+
+def test_tensor_under_two_names():
+    drafter = read(ZLAB)
+    twice = expected_tensors(drafter) | {"model.fc.weight": (256, 768)}
+    assert tensor_problems(drafter, tensors(twice)) == ["fc.weight is there twice, as fc.weight and as model.fc.weight"]
+
+
 def test_tensors_of_a_reduced_vocabulary():
     drafter = read(SPECULATORS | {"draft_vocab_size": 8})
     found = expected_tensors(drafter)
     assert found["lm_head.weight"] == (8, 256) and found["d2t"] == (8,)
-    assert tensor_problems(drafter, found | {"t2d": (1024,), "embed_tokens.weight": (1024, 256)}) == []
-    assert tensor_problems(drafter, without(found, "d2t") | {"t2d": (8,)}) == [
+    assert tensor_problems(drafter, tensors(found | {"t2d": (1024,), "embed_tokens.weight": (1024, 256)})) == []
+    assert tensor_problems(drafter, tensors(without(found, "d2t") | {"t2d": (8,)})) == [
         "t2d has shape [8], expected [1024]",
         "missing d2t [8]",
     ]
@@ -339,7 +365,7 @@ def test_tensors_of_a_reduced_vocabulary():
 
 def test_attention_bias_has_tensors():
     drafter = read(ZLAB | {"attention_bias": True})
-    assert tensor_problems(drafter, expected_tensors(read(ZLAB))) == [
+    assert tensor_problems(drafter, tensors(expected_tensors(read(ZLAB)))) == [
         f"missing layers.{i}.self_attn.{name}.bias [{size}]"
         for i in range(3)
         for name, size in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128), ("o_proj", 256))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.inspect import main, tensor_shapes
+from sglang_dflash.checkpoint.tensors import read_headers
+from sglang_dflash.inspect import main
 from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
@@ -122,8 +123,8 @@ def test_multimodal_target(capsys, tmp_path):
 def test_files_beside_an_index_are_not_loaded(capsys, tmp_path):
     drafter = copy_with(DRAFTER_DIR, tmp_path / "drafter")
     shutil.copy(TARGET_DIR / "model.safetensors", drafter / "old.safetensors")
-    tensors = tensor_shapes(str(DRAFTER_DIR))
-    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    names = [tensor.name for tensor in read_headers(str(DRAFTER_DIR))]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (drafter / "model.safetensors.index.json").write_text(json.dumps(index))
     assert inspect(capsys, TARGET_DIR, drafter)[0] == 0
 

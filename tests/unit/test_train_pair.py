@@ -167,3 +167,8 @@ def test_pair_whose_target_is_trained(name, tmp_path):
     assert summary
     AutoModelForCausalLM.from_pretrained(tmp_path / "pair/target")
     ReferenceDrafter.from_pretrained(tmp_path / "pair/drafter")
+
+    # Its folder is not gone on in by another run.
+    other = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=100)
+    assert other.returncode == 2
+    assert f"--work {tmp_path / 'work'}: is of a run of " in other.stderr and "'seed': 1" in other.stderr
