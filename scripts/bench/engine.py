@@ -285,7 +285,11 @@ def serve(job: dict) -> None:
         if not updated:
             raise RuntimeError(f"the drafter's weights were not updated: {message}")
 
-    def warm_up(index: int, concurrency: int) -> None:
+    def warm_up(index: int, concurrency: int, temperature: float) -> None:
+        if workload.measure == "requests":
+            # Requests that come and go make batches of all sizes, whose kernels a first round loads or compiles.
+            measure(index, concurrency, temperature)
+            return
         # The second time prompts come from the radix cache, which takes kernels that the first time does not compile.
         for _ in range(2):
             generate_batch(engine, sets[index], concurrency, _SHORT_TOKENS)
@@ -449,8 +453,8 @@ class EngineProcess:
         return json.loads(self._wait_for("RESULT "))
 
     def warm_up(self, load: Load) -> None:
-        """A short answer to each of a batch."""
-        self._ask("warm_up", load.prompts, load.concurrency)
+        """A short answer to each of a batch; of `measure="requests"`, all that is measured, once."""
+        self._ask("warm_up", load.prompts, load.concurrency, load.temperature)
 
     def measure(self, load: Load) -> dict:
         return self._ask("measure", load.prompts, load.concurrency, load.temperature)

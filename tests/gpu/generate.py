@@ -1,7 +1,7 @@
 """Generate from a shipped pair in an Engine of its own process, and print what came out as JSON.
 
 usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--pair hybrid] [--varied-lengths] [--sampled] [--draft-window TOKENS]
-    [--kv-cache-dtype DTYPE] [--adaptive]
+    [--kv-cache-dtype DTYPE] [--adaptive] [--prefill-graphs BACKEND]
 
 DRAFT_BACKEND `none` is no speculation. BACKEND `default` leaves every flag of a server at its default.
 """
@@ -30,6 +30,7 @@ def main(
     draft_window: int | None,
     kv_cache_dtype: str,
     adaptive: bool,
+    prefill_graphs: str,
 ) -> None:
     dflash = {
         "speculative_algorithm": "DFLASH",
@@ -45,7 +46,8 @@ def main(
         "mem_fraction_static": 0.98,
         "max_running_requests": 64,
         "cuda_graph_bs_decode": [1, 2, 4, 8],
-        "disable_prefill_cuda_graph": True,
+        "cuda_graph_backend_prefill": prefill_graphs,
+        "cuda_graph_bs_prefill": [64, 128, 256, 512, 1024, 2048],
     }
     engine = sglang.Engine(
         model_path=str(PAIRS[pair].TARGET_DIR),
@@ -93,4 +95,5 @@ if __name__ == "__main__":
     parser.add_argument("--draft-window", type=int)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--prefill-graphs", default="disabled")
     main(**vars(parser.parse_args()))

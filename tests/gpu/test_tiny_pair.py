@@ -69,6 +69,13 @@ def test_lossless_and_acceptance(backend, draft_backend, plain, tmp_path):
 
 
 @pytest.mark.gpu
+def test_prompts_in_one_graph(plain, tmp_path):
+    """`--cuda-graph-backend-prefill full`: hidden states of prompts come from padded batches."""
+    dflash = generate(tmp_path, "fa3", "fa3", "--prefill-graphs", "full")
+    check_answers("fa3, prefills in one graph", plain("fa3"), dflash, CPU_ACCEPT_LENGTH)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hybrid_pair(backend, plain, tmp_path):
     """A target with recurrent layers, and a drafter that was trained for it."""
