@@ -47,8 +47,8 @@ def verify_widths(num_rows: int, is_adaptive: bool, has_trees: bool) -> tuple[in
 class Gains(Protocol):
     """What every row has been worth so far."""
 
-    def learn(self, width: int, result: Sequence[int]) -> None:
-        """The oldest cycle whose result had not been seen had `width` rows, and this result."""
+    def learn(self, width: int, result: Sequence[int], cycles: int = 1) -> None:
+        """The oldest cycles whose result had not been seen had `width` rows, and this result."""
 
     def expected_tokens(self) -> list[float]:
         """Committed tokens per request of a cycle with 1, 2, ... rows."""
@@ -61,10 +61,10 @@ class _Rates:
     def __init__(self, count: int) -> None:
         self._tried, self._accepted = ([1.0] * count for _ in range(2))
 
-    def add(self, tried: int, accepted: Sequence[int], first: int = 0) -> None:
-        """Of the things from `first` on, which have been tried as often as each other."""
+    def add(self, tried: int, accepted: Sequence[int], first: int = 0, cycles: int = 1) -> None:
+        """Of the things from `first` on, which have been tried as often as each other, in so many cycles."""
         # A large batch tells as much in a few cycles, and begins one text as another ends.
-        decay = SETTINGS.decay ** max(1.0, tried / SETTINGS.tried_at_once)
+        decay = SETTINGS.decay ** max(cycles, tried / SETTINGS.tried_at_once)
         for j, count in enumerate(accepted, start=first):
             self._tried[j] = decay * self._tried[j] + tried
             self._accepted[j] = decay * self._accepted[j] + count
@@ -76,20 +76,42 @@ class _Rates:
 class ChainGains:
     """Of the drafts of a block, each of which is accepted behind accepted ones only."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, learned_every: int = 1) -> None:
+        """
+        Args:
+            learned_every: cycles of one width whose results are learned from at once.
+        """
         # Of the drafts, where those before them were accepted.
         self._rates = _Rates(block_size - 1)
+        self._learned_every = learned_every
+        # Of the last cycles, which had one width: blocks by accepted drafts.
+        self._width, self._cycles, self._blocks = 0, 0, Counter()
+        self._expected: list[float] | None = None
 
-    def learn(self, width: int, result: Sequence[int]) -> None:
+    def learn(self, width: int, result: Sequence[int], cycles: int = 1) -> None:
         """`result`: accepted drafts of each request."""
-        counts = Counter(result)
+        if width != self._width:
+            self._settle()
+            self._width = width
+        self._blocks.update(result)
+        self._cycles += cycles
+        if self._cycles >= self._learned_every:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._cycles:
+            return
         # Blocks with at least 0, 1, ... accepted drafts.
-        reached = list(accumulate(counts[correct] for correct in reversed(range(width))))[::-1]
+        reached = list(accumulate(self._blocks[correct] for correct in reversed(range(self._width))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._rates.add(tried, [accepted], first=j)
+            self._rates.add(tried, [accepted], first=j, cycles=self._cycles)
+        self._cycles, self._expected = 0, None
+        self._blocks.clear()
 
     def expected_tokens(self) -> list[float]:
-        return list(accumulate(accumulate((1.0, *self._rates), mul)))
+        if self._expected is None:
+            self._expected = list(accumulate(accumulate((1.0, *self._rates), mul)))
+        return self._expected
 
 
 class TreeGains:
@@ -99,13 +121,17 @@ class TreeGains:
     def __init__(self, num_nodes: int) -> None:
         # The root is always accepted.
         self._rates = _Rates(num_nodes)
+        self._expected: list[float] | None = None
 
-    def learn(self, width: int, result: Sequence[int]) -> None:
+    def learn(self, width: int, result: Sequence[int], cycles: int = 1) -> None:
         """`result`: for each node the number of requests that accepted it; of the root, all that have a tree."""
-        self._rates.add(result[0], result[:width])
+        self._rates.add(result[0], result[:width], cycles=cycles)
+        self._expected = None
 
     def expected_tokens(self) -> list[float]:
-        return list(accumulate(self._rates))
+        if self._expected is None:
+            self._expected = list(accumulate(self._rates))
+        return self._expected
 
 
 @dataclass
@@ -283,13 +309,17 @@ class VerifyWidth:
         self._pending.append(best)
         return best
 
-    def complete(self, result: Sequence[int]) -> int:
-        """Learn from the oldest cycle whose result had not been seen, as `Gains.learn` wants it.
+    def complete(self, result: Sequence[int] | None, cycles: int = 1) -> int:
+        """The oldest cycle whose end had not been seen has ended.
+
+        Args:
+            result: as `Gains.learn` wants it, of this cycle and others of its width before it, `cycles` in all; None:
+                it will come with one of the next.
 
         Returns:
-            Its width.
+            The width of the cycle.
         """
         width = self._pending.popleft()
-        if len(self._widths) > 1:
-            self._gains.learn(width, result)
+        if len(self._widths) > 1 and result is not None:
+            self._gains.learn(width, result, cycles)
         return width

@@ -80,9 +80,9 @@ class Settled:
     Attributes:
         accepted: of each request.
         hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
-        tree_counts: [N + K] int64, of the requests that have a tree: how many accepted each node of theirs, and how
-            many of the accepted drafts were the first, the second, ... candidate of their position; None where nobody
-            asks.
+        tree_counts: [N + K] int64, added up over all cycles with trees of N nodes, of the requests that had one: how
+            many accepted each node of theirs, and how many of the accepted drafts were the first, the second, ...
+            candidate of their position; None where nobody asks.
     """
 
     accepted: Acceptance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -108,6 +109,63 @@ class CycleMetrics:
         if total:
             snapshot["time_share"] = {stage: seconds / total for stage, seconds in self._seconds.items()}
         return snapshot
+
+
+@dataclass(frozen=True)
+class AcceptedInTrees:
+    """What so many cycles with trees of one size have accepted.
+
+    Attributes:
+        nodes: [N], requests that accepted each node; of the root, all that had a tree.
+        ranks: [K], accepted drafts that were the first, the second, ... candidate of their position.
+    """
+
+    nodes: list[int]
+    ranks: list[int]
+    cycles: int
+
+
+class TreeCounts:
+    """Brings what the device adds up (`Settled.tree_counts`) to the host, for several cycles at once: a copy takes the
+    host longer than most of what it does for a cycle."""
+
+    def __init__(self, num_candidates: int, every: int) -> None:
+        """
+        Args:
+            num_candidates: K.
+            every: cycles with trees of one size, at most, between two copies.
+        """
+        self._num_candidates, self._every = num_candidates, every
+        # Of the cycles that the scheduler has not seen the end of, in order; those without a copy are None.
+        self._pending: deque[tuple[torch.Tensor, int] | None] = deque()
+        # By the length of counts, which says what trees they are of: cycles since a copy, and what that one had.
+        self._cycles: Counter[int] = Counter()
+        self._seen: dict[int, list[int]] = {}
+        self._last = 0
+
+    def end_cycle(self, counts: torch.Tensor | None) -> None:
+        """A decode cycle has been launched; `counts`: [N + K] int64, None where nobody asks."""
+        copy = None
+        if counts is not None:
+            size, last, self._last = len(counts), self._last, len(counts)
+            self._cycles[size] += 1
+            # What is seldom verified is of interest at once.
+            if size != last or self._cycles[size] >= self._every:
+                # The scheduler will have waited for what is launched behind this.
+                copy = counts.to("cpu", non_blocking=True, copy=True), self._cycles.pop(size)
+        self._pending.append(copy)
+
+    def complete(self) -> AcceptedInTrees | None:
+        """The oldest cycle has ended: what it has accepted and those before it that are not known yet; None: that comes
+        with one of the next."""
+        copy = self._pending.popleft()
+        if copy is None:
+            return None
+        counts, cycles = copy[0].tolist(), copy[1]
+        seen = self._seen.get(len(counts), [0] * len(counts))
+        self._seen[len(counts)] = counts
+        new = [now - before for now, before in zip(counts, seen, strict=True)]
+        return AcceptedInTrees(new[: -self._num_candidates], new[-self._num_candidates :], cycles)
 
 
 def _over(counts: Counter[int], bound: int) -> int:

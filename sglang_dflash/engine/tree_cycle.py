@@ -43,7 +43,12 @@ class TreeCycle(DecodeCycle):
         """
         super().__init__(*args)
         self.num_rows, self._num_candidates = num_nodes, num_candidates
-        self._counts_accepted, self.verify_attention = counts_accepted, attention
+        self.verify_attention = attention
+        # By the nodes of a tree: see `Settled.tree_counts`. CUDA graphs hold its address.
+        self._counts = None
+        if counts_accepted:
+            shape = (num_nodes + 1, num_nodes + num_candidates)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=self.draft_runner.device)
 
     @contextmanager
     def verifying_eagerly(self) -> Iterator[None]:
@@ -111,18 +116,19 @@ class TreeCycle(DecodeCycle):
             paths.copy_(torch.arange(max_len, device=paths.device))
         self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
-        counts = self._count(batch, block, accepted, paths) if self._counts_accepted else None
+        counts = None if self._counts is None else self._count(batch, block, accepted, paths)
         return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
 
     def _count(self, batch: ForwardBatch, block: Block, accepted: Acceptance, paths: torch.Tensor) -> torch.Tensor:
-        """`Settled.tree_counts`; `paths`: [bs, W] int64, nodes."""
+        """Add up `Settled.tree_counts`; `paths`: [bs, W] int64, nodes."""
         tokens = batch.input_ids.view(batch.batch_size, -1)
+        num_nodes = tokens.shape[1]
         # Row 0 of `req_to_token` is that of padding.
         has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
         is_accepted = torch.arange(paths.shape[1], device=paths.device) < accepted.accept_lens[:, None]
         counted = (is_accepted & has_tree[:, None]).to(torch.int64)
-        counts = tokens.new_zeros(tokens.shape[1] + self._num_candidates)
-        nodes, ranks = counts.tensor_split([tokens.shape[1]])
+        counts = self._counts[num_nodes, : num_nodes + self._num_candidates]
+        nodes, ranks = counts.tensor_split([num_nodes])
         nodes.index_add_(0, paths.view(-1), counted.view(-1))
         if batch.spec_info.candidates is not None:
             # Candidates of a position are different tokens.

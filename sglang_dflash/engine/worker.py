@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -54,7 +53,7 @@ from sglang_dflash.engine.adaptive_width import (
 )
 from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, override_num_draft_tokens
-from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics
+from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics, TreeCounts
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.engine.tree_cycle import TreeCycle
 from sglang_dflash.integration.arguments import num_candidates
@@ -62,6 +61,7 @@ from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_pool, check_window_pool
 from sglang_dflash.ops import add_norm, small_m_linear
+from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
@@ -230,9 +230,7 @@ class DFlashWorker(BaseSpecWorker):
         failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
         self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
-        counts = step.settled.tree_counts
-        # The scheduler will have waited for what is launched behind this.
-        self._tree_counts.append(None if counts is None else counts.to("cpu", non_blocking=True, copy=True))
+        self._tree_counts.end_cycle(step.settled.tree_counts)
         # The next replay overwrites them before the scheduler has read them.
         _, hidden_states = self._cycle.split_hidden_states(step.settled.hidden_states)
         output.hidden_states = hidden_states.clone() if batch.return_hidden_states else None
@@ -444,9 +442,10 @@ class DFlashWorker(BaseSpecWorker):
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
         num_rows, verifies_trees = self._cycle.num_rows, self._cycle.verifies_trees
         widths = verify_widths(num_rows, is_adaptive, verifies_trees)
-        gains = TreeGains(num_rows) if verifies_trees else ChainGains(num_rows)
-        # Of the cycles that the scheduler has not seen the end of, in order.
-        self._tree_counts: deque[torch.Tensor | None] = deque()
+        learned_every = 1 if whole is None else SETTINGS.learned_every
+        gains = TreeGains(num_rows) if verifies_trees else ChainGains(num_rows, learned_every)
+        # What is exported is exact.
+        self._tree_counts = TreeCounts(self._num_candidates, 1 if self._metrics.are_exported else learned_every)
         self._seconds_per_kv_token, self._graphs = 0.0, None
         self._pace: HostPace | None = None
         cost = MeasuredCost(widths)
@@ -494,12 +493,14 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
-        counts = self._tree_counts.popleft()
-        result, ranks = num_correct_drafts_per_req, []
-        if counts is not None:
-            both = counts.tolist()
-            result, ranks = both[: -self._num_candidates], both[-self._num_candidates :]
-        self._metrics.complete(num_correct_drafts_per_req, self._width.complete(result), ranks)
+        accepted, ranks = self._tree_counts.complete(), []
+        if not self._cycle.verifies_trees:
+            width = self._width.complete(num_correct_drafts_per_req)
+        elif accepted is None:
+            width = self._width.complete(None)
+        else:
+            width, ranks = self._width.complete(accepted.nodes, accepted.cycles), accepted.ranks
+        self._metrics.complete(num_correct_drafts_per_req, width, ranks)
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape."""

@@ -98,6 +98,30 @@ def test_cycles_without_a_tree_teach_nothing():
     assert gains.expected_tokens() == pytest.approx(before)
 
 
+def test_several_cycles_at_once():
+    """They teach what they would one by one, but for the order."""
+    draw = random.Random(0)
+    results = [(width, chain_result(draw, width, 4, 0.7)) for width in [16] * 20 + [8] * 3 + [16] * 8]
+    at_once, one_by_one = ChainGains(16, learned_every=8), ChainGains(16)
+    for width, result in results:
+        at_once.learn(width, result)
+        one_by_one.learn(width, result)
+    learned = at_once.expected_tokens()
+    assert learned == pytest.approx(one_by_one.expected_tokens(), rel=0.02)
+    # Not yet, until cycles of another width come.
+    at_once.learn(16, [0] * 4)
+    assert at_once.expected_tokens() == learned
+    at_once.learn(8, [0] * 4)
+    assert at_once.expected_tokens()[-1] < learned[-1]
+
+    nodes = [tree_result(draw, 8, 4, [1.0] + [0.4] * 7) for _ in range(8)]
+    at_once, one_by_one = TreeGains(8), TreeGains(8)
+    at_once.learn(8, [sum(of_node) for of_node in zip(*nodes, strict=True)], cycles=8)
+    for result in nodes:
+        one_by_one.learn(8, result)
+    assert at_once.expected_tokens() == pytest.approx(one_by_one.expected_tokens(), rel=0.05)
+
+
 def test_long_contexts_make_rows_cheap():
     """What a cycle takes whatever its width is spread over its tokens."""
     gains = ChainGains(16)

@@ -16,13 +16,13 @@ from torch import Tensor
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training import processes
 from training.blocks import after_anchors, draft_blocks
+from training.cycles import num_correct_in_trees, ratio, walk
 from training.files import read_json, write_json
 from training.smollm2.conversations import load_tokenizer
 from training.smollm2.decoder import Rows, run_steps, sample
 from training.smollm2.llama import Llama, head_logits
 from training.smollm2.prompts import make_prompts
 from training.smollm2.settings import TURN_END_ID, Settings
-from training.trees import num_correct_in_trees
 
 # Sequences that are drafted at once.
 BATCH = 4
@@ -181,16 +181,6 @@ def measure_batch(
         found.lengths.update(committed[0])
 
 
-def walk(length: int, num_correct: list[int]) -> list[int]:
-    """What the cycles over `length` tokens commit, of which the prefill gives the first; `num_correct` drafts at each
-    of them."""
-    at, committed = 0, []
-    while at < length - 1:
-        committed.append(min(num_correct[at] + 1, length - 1 - at))
-        at += committed[-1]
-    return committed
-
-
 def summarize(parts: list[Measured]) -> dict:
     """Tokens per cycle with the standard error over prompts, and the rest of :class:`Measured`, of all processes."""
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
@@ -210,10 +200,3 @@ def summarize(parts: list[Measured]) -> dict:
             for top, of_top in zip(TOP, hits, strict=True)
         },
     }
-
-
-def ratio(tokens: Tensor, cycles: Tensor) -> tuple[float, float]:
-    """All tokens over all cycles, of each prompt, and its standard error."""
-    mean = tokens.sum() / cycles.sum()
-    spread = (tokens - mean * cycles).square().sum() * len(tokens) / max(1, len(tokens) - 1)
-    return round(float(mean), 3), round(float(spread.sqrt() / cycles.sum()), 3)

@@ -6,17 +6,25 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
+from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.oracle.decode import dflash_generate, greedy_generate
+from sglang_dflash.oracle.decode import context_features, dflash_generate, greedy_generate, is_recurrent, new_cache
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
+from training.blocks import after_anchors, draft_blocks
+from training.cycles import num_correct_in_trees, ratio, walk
 from training.files import plot_losses, read_json, write_json
 from training.tiny.settings import Settings
 
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+# Nodes of trees that have room for a whole block, of so many candidates at each depth.
+TREES, CANDIDATES = (16, 32), 8
 
 
 def run_evaluation(settings: Settings) -> None:
@@ -47,10 +55,64 @@ def run_evaluation(settings: Settings) -> None:
         "accept_length_histogram": dict(sorted(Counter(flat).items())),
         "accept_length_per_prompt": [round(sum(lengths) / len(lengths), 2) for lengths in accept_lengths],
         "exact_against_greedy": f"{num_exact} of {min(settings.exact_prompts, len(prompts))}",
+        "tokens_per_cycle": {
+            f"temperature {temperature:g}": measure_cycles(
+                target, drafter, [tokenizer(prompt).input_ids for prompt in prompts], temperature, settings
+            )
+            for temperature in TEMPERATURES
+        },
         "samples": samples,
     }
     write_json(settings.work / "eval.json", result)
     print(f"eval: accept length {result['accept_length']} over {len(flat)} cycles of {len(prompts)} prompts")
+    for name, of_kind in result["tokens_per_cycle"].items():
+        print(f"eval: tokens per cycle, {name}: {of_kind}")
+
+
+@torch.no_grad()
+def measure_cycles(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    prompts: list[list[int]],
+    temperature: float,
+    settings: Settings,
+) -> dict[str, tuple[float, float]]:
+    """Tokens per cycle of texts of `eval_tokens` tokens, with the standard error over prompts: of chains, and of trees
+    of each size where the target verifies any."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    block_size, sizes = drafter.config.block_size, () if is_recurrent(target) else TREES
+    cycles = []
+    for prompt in tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5):
+        text = write_text(target, prompt, settings.eval_tokens, temperature, generator)
+        tokens = torch.tensor([prompt + text], device=settings.device)
+        states = target(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
+        anchors = torch.arange(len(prompt), tokens.shape[1], device=settings.device)[None]
+        hidden = draft_blocks(
+            drafter, target.get_input_embeddings().weight, context_features(states, drafter), tokens, anchors
+        )
+        logits = F.linear(hidden[0], target.get_output_embeddings().weight)
+        labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
+        num_correct = [(logits.argmax(-1) == labels).cumprod(-1).sum(-1)]
+        num_correct += [*num_correct_in_trees(logits, labels, sizes, CANDIDATES)] if sizes else []
+        cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
+    num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
+    names = ["chain", *(f"tree of {size}" for size in sizes)]
+    of_kinds = torch.tensor(cycles, dtype=torch.float64).T
+    return {name: ratio(num_decoded, of_kind) for name, of_kind in zip(names, of_kinds, strict=True)}
+
+
+def write_text(
+    target: PreTrainedModel, prompt: list[int], num_tokens: int, temperature: float, generator: torch.Generator
+) -> list[int]:
+    """What the target writes alone; greedy where `temperature` is 0."""
+    if temperature == 0:
+        return greedy_generate(target, torch.tensor(prompt), num_tokens)
+    cache, step_ids, text = new_cache(target), torch.tensor([prompt], device=target.device), []
+    while len(text) < num_tokens:
+        logits: Tensor = target(input_ids=step_ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        step_ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        text.append(int(step_ids))
+    return text
 
 
 def run_report(settings: Settings) -> None:

@@ -1,4 +1,8 @@
-"""What a cycle would commit if the drafter's candidates became trees, grown and walked as by the server."""
+"""What cycles would commit of a text that the target has written alone, in chains and in trees.
+
+A proposal of one token is accepted if the target draws that very token, be it greedy or sampled. So such a text says
+what every cycle would have committed.
+"""
 
 from collections.abc import Sequence
 
@@ -39,3 +43,20 @@ def num_correct_in_trees(logits: Tensor, labels: Tensor, sizes: Sequence[int], n
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
         num_correct.append(accepted.accept_lens.to(torch.int64) - 1)
     return torch.stack(num_correct)
+
+
+def walk(length: int, num_correct: list[int]) -> list[int]:
+    """What the cycles over `length` tokens commit, of which the prefill gives the first; `num_correct` drafts at each
+    of them."""
+    at, committed = 0, []
+    while at < length - 1:
+        committed.append(min(num_correct[at] + 1, length - 1 - at))
+        at += committed[-1]
+    return committed
+
+
+def ratio(tokens: Tensor, cycles: Tensor) -> tuple[float, float]:
+    """All tokens over all cycles, of each prompt, and its standard error."""
+    mean = tokens.sum() / cycles.sum()
+    spread = (tokens - mean * cycles).square().sum() * len(tokens) / max(1, len(tokens) - 1)
+    return round(float(mean), 3), round(float(spread.sqrt() / cycles.sum()), 3)
