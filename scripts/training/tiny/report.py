@@ -23,8 +23,9 @@ from training.tiny.settings import Settings
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-# Nodes of trees that have room for a whole block, of so many candidates at each depth.
-TREES, CANDIDATES = (16, 32), 8
+# Nodes of trees that have room for a whole block, and candidates at each depth, as many as a server takes: few are too
+# few for sampled texts.
+TREES, CANDIDATES = (16, 32), 16
 
 
 def run_evaluation(settings: Settings) -> None:
