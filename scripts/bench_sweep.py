@@ -57,9 +57,9 @@ from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
 _METHODS = {
-    "requests": "Requests from as many clients as the concurrency says, each waiting for its answer, after a round that "
-    "is not measured; token ids in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is what a request waits for its next "
-    "tokens, prefills of others included.",
+    "requests": "Requests from as many clients as the concurrency says, each waiting for its answer, after a round "
+    "that is not measured; token ids in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is "
+    "what a request waits for its next tokens, prefills of others included.",
     "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one. Prompts come "
     "from the radix cache.",
     "serving": "HTTP servers, asked by `python -m sglang.bench_serving`, whose figures these are: tokens/s of the "
