@@ -147,12 +147,13 @@ class TreeCounts:
         """A decode cycle has been launched; `counts`: [N + K] int64, None where nobody asks."""
         copy = None
         if counts is not None:
-            size, last, self._last = len(counts), self._last, len(counts)
+            size = len(counts)
             self._cycles[size] += 1
             # What is seldom verified is of interest at once.
-            if size != last or self._cycles[size] >= self._every:
+            if size != self._last or self._cycles[size] >= self._every:
                 # The scheduler will have waited for what is launched behind this.
                 copy = counts.to("cpu", non_blocking=True, copy=True), self._cycles.pop(size)
+            self._last = size
         self._pending.append(copy)
 
     def complete(self) -> AcceptedInTrees | None:

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_schedule, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -444,8 +444,9 @@ class DFlashWorker(BaseSpecWorker):
         widths = verify_widths(num_rows, is_adaptive, verifies_trees)
         learned_every = 1 if whole is None else SETTINGS.learned_every
         gains = TreeGains(num_rows) if verifies_trees else ChainGains(num_rows, learned_every)
-        # What is exported is exact.
-        self._tree_counts = TreeCounts(self._num_candidates, 1 if self._metrics.are_exported else learned_every)
+        # What is exported is exact. One rank does that, but all of them must learn the same at the same time.
+        counted_every = 1 if get_observability().enable_metrics else learned_every
+        self._tree_counts = TreeCounts(self._num_candidates, counted_every)
         self._seconds_per_kv_token, self._graphs = 0.0, None
         self._pace: HostPace | None = None
         cost = MeasuredCost(widths)
