@@ -29,11 +29,11 @@ NOT_PADDED = Settings(
     env=with_plugin("eager_graphs", "chain_attention"),
     plain=PLAIN_SYNC,
 )
-# More nodes than a block has rows.
+# More nodes than a block has rows. One of the ranks exports metrics, and both choose the same widths.
 TREES = Settings(
     "graphs-trees-tp2",
     flags=(*FLAGS, ("tp-size", 2)),
-    dflash_flags=(*trees(8, 24), ("speculative-adaptive", True)),
+    dflash_flags=(*trees(8, 24), ("speculative-adaptive", True), ("enable-metrics", True)),
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
