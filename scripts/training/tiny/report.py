@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from sglang_dflash.oracle.decode import context_features, dflash_generate, greedy_generate, is_recurrent, new_cache
 from sglang_dflash.oracle.drafter import ReferenceDrafter
 from sglang_dflash.tiny_pair import load_prompts
-from training.blocks import after_anchors, draft_blocks
+from training.blocks import accept_lengths, after_anchors, draft_blocks
 from training.cycles import num_correct_in_trees, ratio, walk
 from training.files import plot_losses, read_json, write_json
 from training.tiny.settings import Settings
@@ -38,28 +38,27 @@ def run_evaluation(settings: Settings) -> None:
     target = target.to(settings.device).eval()
     drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir, torch.float32).to(settings.device)
     prompts = load_prompts(settings.prompts_dir)[: settings.eval_prompts]
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
 
-    accept_lengths, samples, num_exact = [], [], 0
+    of_prompts, samples, num_exact = [], [], 0
     for index, prompt in enumerate(tqdm(prompts, desc="eval", mininterval=5)):
-        input_ids = torch.tensor(tokenizer(prompt).input_ids)
+        input_ids = torch.tensor(encoded[index])
         output = dflash_generate(target, drafter, input_ids, settings.eval_tokens)
-        accept_lengths.append(output.accept_lengths)
+        of_prompts.append(output.accept_lengths)
         if index < settings.exact_prompts:
             num_exact += output.tokens == greedy_generate(target, input_ids, settings.eval_tokens)
             samples.append({"prompt": prompt, "output": tokenizer.decode(output.tokens)})
 
-    flat = [length for lengths in accept_lengths for length in lengths]
+    flat = [length for lengths in of_prompts for length in lengths]
     result = {
         "num_prompts": len(prompts),
         "num_cycles": len(flat),
         "accept_length": round(sum(flat) / len(flat), 3),
         "accept_length_histogram": dict(sorted(Counter(flat).items())),
-        "accept_length_per_prompt": [round(sum(lengths) / len(lengths), 2) for lengths in accept_lengths],
+        "accept_length_per_prompt": [round(sum(lengths) / len(lengths), 2) for lengths in of_prompts],
         "exact_against_greedy": f"{num_exact} of {min(settings.exact_prompts, len(prompts))}",
         "tokens_per_cycle": {
-            f"temperature {temperature:g}": measure_cycles(
-                target, drafter, [tokenizer(prompt).input_ids for prompt in prompts], temperature, settings
-            )
+            f"temperature {temperature:g}": measure_cycles(target, drafter, encoded, temperature, settings)
             for temperature in TEMPERATURES
         },
         "samples": samples,
@@ -93,7 +92,7 @@ def measure_cycles(
         )
         logits = F.linear(hidden[0], target.get_output_embeddings().weight)
         labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
-        num_correct = [(logits.argmax(-1) == labels).cumprod(-1).sum(-1)]
+        num_correct = [accept_lengths(logits.argmax(-1), labels, labels >= 0) - 1]
         num_correct += [*num_correct_in_trees(logits, labels, sizes, CANDIDATES)] if sizes else []
         cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
