@@ -156,6 +156,17 @@ def accept_paths(bs: int, args: argparse.Namespace) -> Case:
     return Case((tokens, parents, target_tokens, seq_lens(bs, args), BLOCK_SIZE), num_bytes)
 
 
+def count_paths(bs: int, args: argparse.Namespace) -> Case:
+    """Every second node is on the accepted path."""
+    paths = (2 * torch.arange(BLOCK_SIZE // 2, device=DEVICE)).repeat(bs, 1)
+    tokens = integers(args.vocab, bs, BLOCK_SIZE)
+    candidates = tokens.gather(1, paths)[:, 1:, None] + torch.arange(CANDIDATES, device=DEVICE)
+    counts = torch.zeros(BLOCK_SIZE + CANDIDATES, dtype=torch.int64, device=DEVICE)
+    lens, is_chain = accept_lens(bs), torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = 2 * counts.nbytes + 8 * int(lens.sum()) * (2 + CANDIDATES) + 3 * lens.nbytes
+    return Case((counts, paths, lens, tokens, candidates, is_chain, 1 + rows(bs)), num_bytes)
+
+
 def move_kv(bs: int, args: argparse.Namespace) -> Case:
     """All layers of the target, and all nodes of a path but the root."""
     num_slots = 2 * bs * BLOCK_SIZE
@@ -376,6 +387,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     top_columns,
     grow_trees,
     accept_paths,
+    count_paths,
     move_kv,
     gather_window,
     index_kv,

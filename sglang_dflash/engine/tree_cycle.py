@@ -21,7 +21,6 @@ from sglang_dflash.attention.trees import TreeAttentionBackend
 from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.types import Block, Trees
-from sglang_dflash.verify.acceptance import Acceptance
 
 
 class TreeCycle(DecodeCycle):
@@ -116,26 +115,20 @@ class TreeCycle(DecodeCycle):
             paths.copy_(torch.arange(max_len, device=paths.device))
         self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
-        counts = None if self._counts is None else self._count(batch, block, accepted, paths)
+        counts = None
+        if self._counts is not None:
+            # What trees of so many nodes have.
+            counts = self._counts[tokens.shape[1], : tokens.shape[1] + self._num_candidates]
+            ops.count_paths(
+                counts,
+                paths,
+                accepted.accept_lens,
+                tokens,
+                batch.spec_info.candidates,
+                block.is_chain,
+                batch.req_pool_indices,
+            )
         return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
-
-    def _count(self, batch: ForwardBatch, block: Block, accepted: Acceptance, paths: torch.Tensor) -> torch.Tensor:
-        """Add up `Settled.tree_counts`; `paths`: [bs, W] int64, nodes."""
-        tokens = batch.input_ids.view(batch.batch_size, -1)
-        num_nodes = tokens.shape[1]
-        # Row 0 of `req_to_token` is that of padding.
-        has_tree = (block.is_chain == 0) & (batch.req_pool_indices != 0)
-        is_accepted = torch.arange(paths.shape[1], device=paths.device) < accepted.accept_lens[:, None]
-        counted = (is_accepted & has_tree[:, None]).to(torch.int64)
-        counts = self._counts[num_nodes, : num_nodes + self._num_candidates]
-        nodes, ranks = counts.tensor_split([num_nodes])
-        nodes.index_add_(0, paths.view(-1), counted.view(-1))
-        if batch.spec_info.candidates is not None:
-            # Candidates of a position are different tokens.
-            drafts = tokens.gather(1, paths)[:, 1:, None]
-            rank = (batch.spec_info.candidates == drafts).to(torch.int64).argmax(dim=-1)
-            ranks.index_add_(0, rank.view(-1), counted[:, 1:].reshape(-1))
-        return counts
 
     def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         return block.out_cache_loc

@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.kernels.commit_state import commit_state
+    from sglang_dflash.ops.kernels.count_paths import count_paths
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
@@ -33,6 +34,7 @@ else:
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.reference.commit_state import commit_state
+    from sglang_dflash.ops.reference.count_paths import count_paths
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.grow_trees import grow_trees
     from sglang_dflash.ops.reference.index_kv import index_kv
@@ -56,6 +58,7 @@ __all__ = [
     "apply_penalties",
     "attend_trees",
     "commit_state",
+    "count_paths",
     "gather_window",
     "grow_trees",
     "index_kv",
