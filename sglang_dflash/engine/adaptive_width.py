@@ -271,19 +271,38 @@ class VerifyWidth:
     Every tensor-parallel rank sees the same results at the same cycles, and so chooses the same.
     """
 
-    def __init__(self, widths: Sequence[int], cost: Callable[[int, int], float], gains: Gains) -> None:
+    def __init__(
+        self, widths: Sequence[int], cost: Callable[[int, int], float], gains: Gains, chosen_every: int = 1
+    ) -> None:
         """
         Args:
             widths: to choose from, ascending; the last is all rows.
             cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out,
                 the narrowest first. Equal on every rank.
             gains: of all rows.
+            chosen_every: cycles of as many requests that a choice is for.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains
+        self._chosen_every = chosen_every
+        # The last choice, what its cycle costs, the requests and further cycles that it is for.
+        self._chosen, self._chosen_cost, self._chosen_bs, self._cycles_left = 0, 0.0, 0, 0
         # What cycles have cost since one last had more rows than were best.
         self._since = 0.0
         # Of the cycles whose results have not been seen, in order.
         self._pending: deque[int] = deque()
+
+    def again(self, bs: int) -> int | None:
+        """The width of the next cycle, of bs requests, where the last choice is for it too; None: it has to be chosen.
+
+        What a choice follows from changes little in a few cycles, and looking at all of it takes longer than most of
+        what the host does for a cycle.
+        """
+        if not self._cycles_left or bs != self._chosen_bs:
+            return None
+        self._cycles_left -= 1
+        self._since += self._chosen_cost
+        self._pending.append(self._chosen)
+        return self._chosen
 
     def choose(self, bs: int, more: float = 0.0, least: float = 0.0) -> int:
         """The width of the next cycle, of bs requests.
@@ -292,7 +311,7 @@ class VerifyWidth:
             more: what it costs besides, whatever the width.
             least: what it costs at least, whatever the width.
         """
-        best = self._widths[-1]
+        best, cost, is_trial = self._widths[-1], 0.0, False
         known = {width: self._cost(bs, width) for width in self._widths} if len(self._widths) > 1 else {}
         # Without a graph all rows are verified.
         if min(known.values(), default=math.inf) < math.inf:
@@ -302,10 +321,14 @@ class VerifyWidth:
             if costs[best]:
                 # What more rows would give becomes known by trying them.
                 wider = next((w for w in self._widths if w > best and costs[w] < math.inf), best)
-                if self._since >= SETTINGS.explore_every * costs[wider]:
+                is_trial = self._since >= SETTINGS.explore_every * costs[wider]
+                if is_trial:
                     best, self._since = wider, 0.0
                 else:
-                    self._since += costs[best]
+                    cost = costs[best]
+                    self._since += cost
+        self._chosen, self._chosen_cost, self._chosen_bs = best, cost, bs
+        self._cycles_left = 0 if is_trial else self._chosen_every - 1
         self._pending.append(best)
         return best
 

@@ -44,6 +44,7 @@ class CycleMetrics:
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
+        # By accepted drafts, of which there is one less than committed tokens.
         self._blocks: Counter[int] = Counter()
         self._widths: Counter[int] = Counter()
         self._ranks: Counter[int] = Counter()
@@ -75,10 +76,10 @@ class CycleMetrics:
             ranks: of trees, accepted drafts that were the first, second, ... candidate of their position; empty where
                 they are not counted.
         """
-        blocks = Counter(correct + 1 for correct in num_correct_drafts)
-        self._blocks.update(blocks)
+        self._blocks.update(num_correct_drafts)
         self._widths[width] += len(num_correct_drafts)
-        self._ranks.update(dict(enumerate(ranks)))
+        if ranks:
+            self._ranks.update(dict(enumerate(ranks)))
         if self._prometheus is None:
             return
         times = self._pending.popleft()
@@ -89,18 +90,19 @@ class CycleMetrics:
             seconds = {stage: (end - start) / 1e9 for stage, (start, end) in stages}
         for stage, value in seconds.items():
             self._seconds[stage] += value
-        self._prometheus.add(blocks, seconds, ranks)
+        self._prometheus.add(num_correct_drafts, seconds, ranks)
 
     def snapshot(self) -> dict:
         """For `/server_info`: since the server started."""
         num_blocks = self._blocks.total()
         snapshot: dict = {"verified_blocks": num_blocks}
         if num_blocks:
-            snapshot["acceptance_length"] = sum(n * count for n, count in self._blocks.items()) / num_blocks
+            num_drafts = sum(correct * count for correct, count in self._blocks.items())
+            snapshot["acceptance_length"] = 1 + num_drafts / num_blocks
             snapshot["blocks_by_verified_rows"] = dict(sorted(self._widths.items()))
             # Of the blocks that were verified that far.
             snapshot["acceptance_rate_by_position"] = [
-                _over(self._blocks, position) / max(1, _over(self._widths, position))
+                _over(self._blocks, position - 1) / max(1, _over(self._widths, position))
                 for position in range(1, self._block_size)
             ]
         if self._ranks:
@@ -210,9 +212,9 @@ class _Prometheus:
         self._blocks = {n: blocks.labels(**labels, accept_length=n) for n in range(1, block_size + 1)}
         self._seconds = {stage: seconds.labels(**labels, stage=stage) for stage in STAGES}
 
-    def add(self, blocks: Counter[int], seconds: dict[str, float], ranks: list[int]) -> None:
-        for accept_length, count in blocks.items():
-            self._blocks[accept_length].inc(count)
+    def add(self, num_correct_drafts: list[int], seconds: dict[str, float], ranks: list[int]) -> None:
+        for correct, count in Counter(num_correct_drafts).items():
+            self._blocks[correct + 1].inc(count)
         for rank, count in enumerate(ranks, start=1):
             self._drafts.labels(**self._labels, rank=rank).inc(count)
         for stage, value in seconds.items():

@@ -171,11 +171,13 @@ class DFlashWorker(BaseSpecWorker):
         """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
-        seconds = 0.0
-        if self._seconds_per_kv_token:
-            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, cycle.num_rows).sum())
-        least = 0.0 if self._pace is None else self._pace.seconds(self._graphs.padded(bs))
-        width = self._width.choose(bs, seconds, least)
+        width = self._width.again(bs)
+        if width is None:
+            seconds = 0.0
+            if self._seconds_per_kv_token:
+                seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, cycle.num_rows).sum())
+            least = 0.0 if self._pace is None else self._pace.seconds(self._graphs.padded(bs))
+            width = self._width.choose(bs, seconds, least)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
@@ -455,7 +457,7 @@ class DFlashWorker(BaseSpecWorker):
             self._width = VerifyWidth(widths, cost, gains)
             return
         self._graphs = CycleGraphs(whole, widths[:-1])
-        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains)
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains, SETTINGS.learned_every)
         if len(self._graphs.widths) > 1:
             # Cycles were timed without contexts, whose keys and values are read as fast as memory gives them.
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token

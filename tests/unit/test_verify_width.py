@@ -3,7 +3,7 @@
 import math
 import random
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 
@@ -33,9 +33,9 @@ def run(width: VerifyWidth, result, cycles: int, bs: int = 8) -> list[int]:
     """Serve cycles with `result(draw, rows, bs)`, two in flight as in overlap scheduling; the widths that were
     chosen."""
     draw = random.Random(0)
-    chosen = [width.choose(bs)]
+    chosen = [width.again(bs) or width.choose(bs)]
     for _ in range(cycles - 1):
-        chosen.append(width.choose(bs))
+        chosen.append(width.again(bs) or width.choose(bs))
         assert width.complete(result(draw, chosen[-2], bs)) == chosen[-2]
     return chosen
 
@@ -44,8 +44,8 @@ def run_chains(width: VerifyWidth, acceptance: float, cycles: int) -> list[int]:
     return run(width, partial(chain_result, acceptance=acceptance), cycles)
 
 
-def chains(cost, widths=WIDTHS) -> VerifyWidth:
-    return VerifyWidth(widths, cost, ChainGains(widths[-1]))
+def chains(cost, widths=WIDTHS, chosen_every=1) -> VerifyWidth:
+    return VerifyWidth(widths, cost, ChainGains(widths[-1]), chosen_every)
 
 
 def test_widths():
@@ -57,16 +57,18 @@ def test_widths():
     assert tree_widths(4) == (1, 4)
 
 
+@pytest.mark.parametrize("chosen_every", [1, 8])
 @pytest.mark.parametrize(
     ("acceptance", "fixed_cost", "best"),
     # Tokens per cycle: (1 - a^W) / (1 - a).
     [(0.3, 1, 1), (0.8, 2, 4), (0.8, 20, 8), (0.85, 20, 12), (0.95, 100, 16), (0.0, 1000, 1)],
 )
-def test_most_tokens_per_time(acceptance, fixed_cost, best):
+def test_most_tokens_per_time(acceptance, fixed_cost, best, chosen_every):
     per_time = {w: (1 - acceptance**w) / (1 - acceptance) / (fixed_cost + w) for w in WIDTHS}
     assert max(per_time, key=per_time.get) == best
 
-    chosen = run_chains(chains(lambda bs, rows: fixed_cost + rows), acceptance, 1000)[500:]
+    width = chains(lambda bs, rows: fixed_cost + rows, chosen_every=chosen_every)
+    chosen = run_chains(width, acceptance, 1000)[500:]
 
     # More are verified now and then, to learn what the next ones would give; that takes little time.
     assert sum(w == best for w in chosen) > 0.9 * len(chosen)
@@ -133,6 +135,27 @@ def test_long_contexts_make_rows_cheap():
     for more in (0, 20, 400):
         assert width.choose(8, more) == max(WIDTHS, key=lambda w: tokens[w - 1] / (w + more))
     assert width.choose(8, 0) < width.choose(8, 400)
+
+
+def test_a_choice_is_for_several_cycles_of_as_many_requests():
+    width = chains(lambda bs, rows: bs * rows, chosen_every=4)
+    # Drafts are taken to be accepted until it is known, so all widths are as good at first.
+    assert width.again(8) is None
+    assert [width.choose(8), *(width.again(8) for _ in range(4))] == [1, 1, 1, 1, None]
+    width.choose(8)
+    assert width.again(4) is None
+    assert width.choose(4) == 1
+    assert width.again(8) is None
+
+
+def test_a_trial_of_more_rows_is_for_one_cycle():
+    width = chains(lambda bs, rows: rows, chosen_every=8)
+    chosen = run_chains(width, 0.3, 2000)[1000:]
+    trials = [i for i, w in enumerate(chosen) if w > 1]
+    assert trials and min(b - a for a, b in pairwise(trials)) > 8
+    # As much of the time as without.
+    each = run_chains(chains(lambda bs, rows: rows), 0.3, 2000)[1000:]
+    assert len(trials) == pytest.approx(sum(w > 1 for w in each), abs=1)
 
 
 def test_free_rows_are_all_verified():
