@@ -13,6 +13,7 @@ class Settings:
             so large that a GPU takes about as long for them as the host does to launch it.
         sampler_copies: how many times as much the sampler holds at its most, of requests without seeds.
         seeded_sampler_copies: the same with seeds, for which it sorts, and computes in float64.
+        tree_devices: where trees are verified unless chains are asked for, as they cost nothing there.
         busy: where a cycle of all rows takes so many times as long as one of few, there are graphs for the numbers
             between; elsewhere a GPU waits for weights, however many rows there are.
         timed_replays: of each graph when the server starts; the fastest counts.
@@ -35,6 +36,7 @@ class Settings:
     sampler_bytes: int = 64 << 20
     sampler_copies: int = 7
     seeded_sampler_copies: int = 16
+    tree_devices: tuple[str, ...] = ("cuda",)
     busy: float = 1.05
     timed_replays: int = 3
     explore_every: int = 64

@@ -220,7 +220,11 @@ def write_pair(folder: Path, name: str, dtype: str) -> dict:
 
 def dflash(folder: Path, num_nodes: int | None = None) -> dict:
     """What an Engine with DFLASH has more; `num_nodes` is of trees."""
-    flags = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(folder / "drafter")}
+    flags = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(folder / "drafter"),
+        "speculative_eagle_topk": 1,
+    }
     if num_nodes is not None:
         flags |= {"speculative_eagle_topk": NUM_CANDIDATES, "speculative_num_draft_tokens": num_nodes}
     return flags

@@ -230,8 +230,9 @@ def engine_arguments(
         arguments["speculative_algorithm"] = "DFLASH"
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
         arguments["speculative_adaptive"] = configuration.adaptive
+        if configuration.mode == "ours":
+            arguments["speculative_eagle_topk"] = 1 if configuration.nodes is None else _CANDIDATES
         if configuration.nodes is not None:
-            arguments["speculative_eagle_topk"] = _CANDIDATES
             arguments["speculative_num_draft_tokens"] = configuration.nodes
         if configuration.block_size is not None:
             arguments["speculative_dflash_block_size"] = configuration.block_size

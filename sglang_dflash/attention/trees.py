@@ -147,11 +147,9 @@ class TreeAttentionBackend(NodeAttentionBackend):
         Raises:
             ConfigError: the target attends in a way that trees are not verified in.
         """
-        obstacle = layer_obstacle(target_runner.model)
+        obstacle = tree_obstacle(target_runner)
         if obstacle is not None:
-            raise ConfigError(
-                f"--speculative-eagle-topk: {obstacle}, which DFLASH does in chains only; leave the flag out."
-            )
+            raise ConfigError(f"--speculative-eagle-topk: {obstacle}; leave the flag out.")
         super().__init__(target_runner)
         self._runner = target_runner
         self._rows = kv_rows(self.token_to_kv_pool)
@@ -199,6 +197,19 @@ def _join(nope: torch.Tensor, rope: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.cat([part.view(part.shape[0], heads, -1) for part in (nope, rope)], dim=-1)
 
 
+def tree_obstacle(target_runner: ModelRunner) -> str | None:
+    """Why a target's trees cannot be verified, in words; None: they can."""
+    obstacle = layer_obstacle(target_runner.model)
+    if obstacle is not None:
+        return f"{obstacle}, which DFLASH does in chains only"
+    pool = target_runner.token_to_kv_pool
+    for part in (pool.full_kv_pool, pool.swa_kv_pool) if isinstance(pool, SWAKVPool) else (pool,):
+        # Others keep scales, or indices, beside the keys.
+        if type(part) not in (MHATokenToKVPool, MLATokenToKVPool):
+            return f"the target's KV is in a {type(part).__name__}, where DFLASH moves no tokens"
+    return None
+
+
 def layer_obstacle(target_model: nn.Module) -> str | None:
     """Which layer does more than :meth:`NodeAttentionBackend.forward_extend` does, in words; None: there is none."""
     for name, layer in target_model.named_modules():
@@ -228,18 +239,10 @@ def pool_obstacle(pool: KVCache) -> str | None:
 
 
 def kv_rows(pool: KVCache) -> list[tuple[KVRows, bool]]:
-    """All that a target's pool has of a token, and whether that is in slots of a window's pool."""
+    """All that a target's pool has of a token, and whether that is in slots of a window's pool; of a pool that is no
+    :func:`tree_obstacle`."""
     if isinstance(pool, SWAKVPool):
         parts = ((pool.full_kv_pool, False), (pool.swa_kv_pool, True))
         return [(rows, is_sliding) for part, is_sliding in parts for rows, _ in kv_rows(part)]
-    # Others keep scales, or indices, beside the keys.
-    if type(pool) is MHATokenToKVPool:
-        buffers = [*pool.k_buffer, *pool.v_buffer]
-    elif type(pool) is MLATokenToKVPool:
-        buffers = pool.kv_buffer
-    else:
-        raise ConfigError(
-            f"--speculative-eagle-topk: the target's KV is in a {type(pool).__name__}, where DFLASH moves no tokens; "
-            "leave the flag out."
-        )
+    buffers = pool.kv_buffer if isinstance(pool, MLATokenToKVPool) else [*pool.k_buffer, *pool.v_buffer]
     return [(KVRows.of(buffers), False)] if buffers else []

@@ -404,8 +404,12 @@ def check_checkpoint_path(path: str | None) -> None:
 
 # Bits of the masks that say which nodes see each other.
 MAX_NODES = 64
+# Smaller trees are chains, next to.
+MIN_NODES = 4
 # Of a row; the probabilities that are left for more make no path that is worth a node.
 MAX_CANDIDATES = 16
+# Where trees are verified though nobody asked for them: as good as more for greedy requests.
+DEFAULT_CANDIDATES = 8
 
 
 def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> tuple[int, int]:
@@ -421,13 +425,14 @@ def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: 
     """
     block_size = resolve_block_size(trained, dflash_block_size, None)
     num_nodes = block_size if num_draft_tokens is None else int(num_draft_tokens)
-    if not 4 <= num_nodes <= MAX_NODES:
+    if not MIN_NODES <= num_nodes <= MAX_NODES:
         subject = f"--speculative-num-draft-tokens {num_nodes}"
         if num_draft_tokens is None:
             subject = "the drafter's block_size" if dflash_block_size is None else "--speculative-dflash-block-size"
             subject += f" {num_nodes} without --speculative-num-draft-tokens"
         raise ConfigError(
-            f"{subject}: with --speculative-eagle-topk the nodes of a tree, at least 4 and at most {MAX_NODES}."
+            f"{subject}: with --speculative-eagle-topk the nodes of a tree, at least {MIN_NODES} and at most "
+            f"{MAX_NODES}."
         )
     # No path is longer.
     return min(block_size, num_nodes), num_nodes

@@ -32,12 +32,12 @@ from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
-from sglang.srt.utils.common import async_h2d
+from sglang.srt.utils.common import async_h2d, log_info_on_rank0
 from triton.testing import get_dram_gbps
 
 from sglang_dflash import ops
 from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
-from sglang_dflash.attention.trees import TreeAttentionBackend
+from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.cpu import packed_linear
 from sglang_dflash.draft.head import DraftHead
@@ -56,7 +56,7 @@ from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, override_
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics, TreeCounts
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.engine.tree_cycle import TreeCycle
-from sglang_dflash.integration.arguments import num_candidates
+from sglang_dflash.integration.arguments import asks_for_trees, num_candidates
 from sglang_dflash.integration.hidden_states import capture_last_hidden_states
 from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.integration.request_limits import check_pool, check_window_pool
@@ -104,6 +104,7 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         self.block_size = get_spec().speculative_dflash_block_size
         self._num_candidates = num_candidates(server_args, target_worker.model_runner.model_config)
+        self._asks_for_trees = asks_for_trees(server_args)
         self._metrics = CycleMetrics(self.block_size, self.device)
 
         target_model = target_worker.model_runner.model
@@ -403,6 +404,8 @@ class DFlashWorker(BaseSpecWorker):
         logger.info("%s", self._kv_memory)
         self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
         self._states = RecurrentState.of(target_runner, self.block_size)
+        if self._num_candidates > 1 and not self._asks_for_trees:
+            self._prefer_chains(tree_obstacle(target_runner))
         arguments = (
             self.draft_model_runner,
             target_runner.model,
@@ -422,6 +425,20 @@ class DFlashWorker(BaseSpecWorker):
             counts_accepted=get_spec().speculative_adaptive or self._metrics.are_exported,
             attention=TreeAttentionBackend(target_runner),
         )
+
+    def _prefer_chains(self, obstacle: str | None) -> None:
+        """Verify chains where nobody has asked for the trees that this target cannot have."""
+        if obstacle is None:
+            log_info_on_rank0(
+                logger,
+                f"Drafts are verified in trees of up to {get_spec().speculative_num_draft_tokens} nodes; "
+                "--speculative-eagle-topk 1 verifies chains.",
+            )
+            return
+        log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
+        self._num_candidates = 1
+        lm_head, tp_group = self.target_worker.model_runner.model.lm_head, get_parallel().tp_group
+        self._head = DraftHead.of(self.draft_model_runner.model, lm_head, tp_group, self._num_candidates)
 
     def init_attention_backends(self) -> None:
         # The drafter's are built for its blocks; the target's are there.

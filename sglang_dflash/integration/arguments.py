@@ -28,7 +28,10 @@ from transformers import PretrainedConfig
 from sglang_dflash import hooks
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import (
+    DEFAULT_CANDIDATES,
     MAX_CANDIDATES,
+    MAX_NODES,
+    MIN_NODES,
     ConfigError,
     DFlashConfig,
     TargetFacts,
@@ -37,6 +40,7 @@ from sglang_dflash.checkpoint.config import (
     resolve_tree,
 )
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
+from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify import recurrent_state
 
 logger = logging.getLogger(__name__)
@@ -297,10 +301,20 @@ def asks_for_trees(server_args: ServerArgs) -> bool:
 
 
 def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
-    """Of every position, that may be in a tree; 1: drafts are verified in chains."""
-    if not asks_for_trees(server_args) or mambaish_config(target) is not None:
+    """Of every position, that may be in a tree; 1: drafts are verified in chains.
+
+    Without `--speculative-eagle-topk` there are trees of as many nodes as a block has tokens where they cost nothing,
+    and where results need not be the same whatever else is served.
+    """
+    if mambaish_config(target) is not None:
         return 1
-    return server_args.speculative_eagle_topk
+    if server_args.speculative_eagle_topk is not None:
+        return server_args.speculative_eagle_topk
+    cfg = resolving_view(server_args)
+    is_size_of_trees = MIN_NODES <= cfg.speculative_num_draft_tokens <= MAX_NODES
+    is_fixed = cfg.enable_deterministic_inference or cfg.rl_on_policy_target is not None
+    has_trees = is_size_of_trees and not is_fixed and device_type(server_args) in SETTINGS.tree_devices
+    return DEFAULT_CANDIDATES if has_trees else 1
 
 
 def check_draft_window(server_args: ServerArgs) -> None:

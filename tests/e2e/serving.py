@@ -117,7 +117,7 @@ class Settings:
     def num_nodes(self) -> int | None:
         """Of a tree; None: chains are verified."""
         flags = dict(self.dflash_flags)
-        if "speculative-eagle-topk" not in flags:
+        if flags.get("speculative-eagle-topk", 1) == 1:
             return None
         return flags.get("speculative-num-draft-tokens", flags.get("speculative-dflash-block-size", 16))
 

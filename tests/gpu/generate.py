@@ -38,6 +38,7 @@ def main(
         "speculative_draft_attention_backend": None if draft_backend == "default" else draft_backend,
         "speculative_draft_window_size": draft_window,
         "speculative_adaptive": adaptive,
+        "speculative_eagle_topk": None if draft_backend == "default" else 1,
     }
     flags = {
         "attention_backend": backend,

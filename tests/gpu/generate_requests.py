@@ -35,7 +35,11 @@ NUM_REQUESTS, NEW_TOKENS = 32, 60
 
 
 def main(kind: str, mode: str, output: str) -> None:
-    dflash = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+    dflash = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(DRAFTER_DIR),
+        "speculative_eagle_topk": 1,
+    }
     # Without speculation, overlap scheduling would apply penalties a token late.
     plain = {"disable_overlap_schedule": True}
     engine = sglang.Engine(

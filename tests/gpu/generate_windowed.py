@@ -19,7 +19,11 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
     # Not in the process of the tests, which take the prompts from here.
     import sglang
 
-    dflash = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(Path(folder) / "drafter")}
+    dflash = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(Path(folder) / "drafter"),
+        "speculative_eagle_topk": 1,
+    }
     engine = sglang.Engine(
         model_path=str(Path(folder) / "target"),
         dtype="bfloat16",

@@ -26,6 +26,7 @@ ENGINE = {
 }
 DFLASH = {
     "speculative_algorithm": "DFLASH",
+    "speculative_eagle_topk": 1,
     "speculative_draft_model_path": str(DRAFTER_DIR),
     "chunked_prefill_size": 128,
 }

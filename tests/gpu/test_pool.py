@@ -61,6 +61,7 @@ def write_configs(folder: Path) -> dict:
     return {
         "model_path": str(folder / "target"),
         "speculative_algorithm": "DFLASH",
+        "speculative_eagle_topk": 1,
         "speculative_draft_model_path": str(folder / "drafter"),
     }
 

@@ -21,7 +21,11 @@ ENGINE = {
     "cuda_graph_bs_decode": [1, 4, 16],
     "disable_prefill_cuda_graph": True,
 }
-DFLASH = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
+DFLASH = {
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": str(DRAFTER_DIR),
+    "speculative_eagle_topk": 1,
+}
 # Where bf16's rounding moves an activation across a boundary of fp8, it moves by a step of up to an eighth: two logits
 # may change places over twice the distance that bf16 alone allows (0.25).
 TIE = 0.5

@@ -35,6 +35,7 @@ def pair(tmp_path_factory):
     return {
         "model_path": str(target),
         "speculative_algorithm": "DFLASH",
+        "speculative_eagle_topk": 1,
         "speculative_draft_model_path": str(drafter),
     }
 

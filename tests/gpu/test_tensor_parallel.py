@@ -52,7 +52,8 @@ def servers(request, tmp_path_factory):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     keeper = ServerKeeper(tmp_path_factory.mktemp(f"tp{ranks}"))
-    yield keeper.pair(Settings(f"tp{ranks}", flags=(("tp-size", ranks), *FLAGS), env=ENV))
+    chains = (("speculative-eagle-topk", 1),)
+    yield keeper.pair(Settings(f"tp{ranks}", flags=(("tp-size", ranks), *FLAGS), dflash_flags=chains, env=ENV))
     keeper.stop()
 
 

@@ -15,6 +15,8 @@ BACKENDS = ["fa3", "flashinfer", "triton"]
 
 # Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens.
 CPU_ACCEPT_LENGTH = 4.334
+# In trees of 16 nodes, of 8 candidates for every position.
+CPU_TREE_ACCEPT_LENGTH = 5.205
 # Likewise (scripts/results/hybrid_pair.md).
 HYBRID_CPU_ACCEPT_LENGTH = 2.597
 
@@ -59,13 +61,21 @@ def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, lis
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton"), ("default", "default")]
-)
+@pytest.mark.parametrize(("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton")])
 def test_lossless_and_acceptance(backend, draft_backend, plain, tmp_path):
     dflash = generate(tmp_path, backend, draft_backend)
-    assert draft_backend in ("default", dflash["worker"]["draft_attention_backend"])
+    assert dflash["worker"]["draft_attention_backend"] == draft_backend
+    assert dflash["worker"]["candidates_per_position"] == 1
     check_answers(f"{backend}, drafter {draft_backend}", plain(backend), dflash, CPU_ACCEPT_LENGTH)
+
+
+@pytest.mark.gpu
+def test_every_flag_at_its_default(plain, tmp_path):
+    """Drafts are verified in trees, of as many nodes as a block has tokens."""
+    dflash = generate(tmp_path, "default", "default")
+    worker = dflash["worker"]
+    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
+    check_answers("every flag at its default", plain("default"), dflash, CPU_TREE_ACCEPT_LENGTH)
 
 
 @pytest.mark.gpu

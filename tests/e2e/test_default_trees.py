@@ -1,0 +1,39 @@
+"""Trees where nobody has asked for chains, which is so on a GPU (default_trees_plugin)."""
+
+import pytest
+from serving import Settings, with_plugin
+
+PLUGIN = with_plugin("default_trees")
+DEFAULT_TREES = Settings("default-trees", env=PLUGIN)
+ASKED_FOR_CHAINS = Settings("asked-for-chains", dflash_flags=(("speculative-eagle-topk", 1),), env=PLUGIN)
+TWO_ROWS = Settings("two-rows", dflash_flags=(("speculative-dflash-block-size", 2),), env=PLUGIN)
+OBSTACLE = Settings("obstacle", env=(*PLUGIN, ("DEFAULT_TREES_OBSTACLE", "the target is another")))
+
+pytestmark = pytest.mark.cpu(reason="servers of float32 on a GPU verify no trees; tests/gpu has those of bf16")
+
+
+def served(pair, prompts) -> tuple[int, int]:
+    """Nodes, and candidates for every position of a tree, of a server whose texts are those of no speculation."""
+    requests = [{"input_ids": prompt, "max_new_tokens": 40, "ignore_eos": True} for prompt in prompts[:6]]
+    pair.lossless(lambda server: server.generate_concurrently(requests))
+    described = pair.dflash.get("/server_info")["internal_states"][0]["sglang_dflash"]
+    return described["verified_rows"], described["candidates_per_position"]
+
+
+@pytest.mark.parametrize("settings", [DEFAULT_TREES], indirect=True, ids=str)
+def test_as_many_nodes_as_a_block_has_tokens(pair, prompts):
+    assert served(pair, prompts) == (16, 8)
+    assert pair.dflash.log().count("Drafts are verified in trees of up to 16 nodes; ") == 1
+
+
+@pytest.mark.parametrize("settings", [ASKED_FOR_CHAINS, TWO_ROWS], indirect=True, ids=str)
+def test_chains(settings, pair, prompts):
+    """Two tokens have no tree."""
+    assert served(pair, prompts) == (2 if settings == TWO_ROWS else 16, 1)
+    assert "Drafts are verified in trees" not in pair.dflash.log()
+
+
+@pytest.mark.parametrize("settings", [OBSTACLE], indirect=True, ids=str)
+def test_targets_that_have_no_trees(pair, prompts):
+    assert served(pair, prompts) == (16, 1)
+    assert "Drafts are verified in chains, not in trees: the target is another." in pair.dflash.log()
