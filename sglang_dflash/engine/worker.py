@@ -405,7 +405,7 @@ class DFlashWorker(BaseSpecWorker):
         self._cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
         self._states = RecurrentState.of(target_runner, self.block_size)
         if self._num_candidates > 1 and not self._asks_for_trees:
-            self._prefer_chains(tree_obstacle(target_runner))
+            self._verify_by_default(target_runner)
         arguments = (
             self.draft_model_runner,
             target_runner.model,
@@ -426,19 +426,20 @@ class DFlashWorker(BaseSpecWorker):
             attention=TreeAttentionBackend(target_runner),
         )
 
-    def _prefer_chains(self, obstacle: str | None) -> None:
-        """Verify chains where nobody has asked for the trees that this target cannot have."""
+    def _verify_by_default(self, target_runner: ModelRunner) -> None:
+        """Where nobody has said what is verified: trees, or chains of a target that has no trees."""
+        obstacle = tree_obstacle(target_runner)
         if obstacle is None:
+            num_nodes = get_spec().speculative_num_draft_tokens
             log_info_on_rank0(
                 logger,
-                f"Drafts are verified in trees of up to {get_spec().speculative_num_draft_tokens} nodes; "
-                "--speculative-eagle-topk 1 verifies chains.",
+                f"Drafts are verified in trees of up to {num_nodes} nodes; --speculative-eagle-topk 1 verifies chains.",
             )
             return
         log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
         self._num_candidates = 1
-        lm_head, tp_group = self.target_worker.model_runner.model.lm_head, get_parallel().tp_group
-        self._head = DraftHead.of(self.draft_model_runner.model, lm_head, tp_group, self._num_candidates)
+        tp_group = get_parallel().tp_group
+        self._head = DraftHead.of(self.draft_model_runner.model, target_runner.model.lm_head, tp_group, k=1)
 
     def init_attention_backends(self) -> None:
         # The drafter's are built for its blocks; the target's are there.
