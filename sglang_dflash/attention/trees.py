@@ -204,9 +204,9 @@ def tree_obstacle(target_runner: ModelRunner) -> str | None:
         return f"{obstacle}, which DFLASH does in chains only"
     pool = target_runner.token_to_kv_pool
     for part in (pool.full_kv_pool, pool.swa_kv_pool) if isinstance(pool, SWAKVPool) else (pool,):
-        # Others keep scales, or indices, beside the keys.
-        if type(part) not in (MHATokenToKVPool, MLATokenToKVPool):
-            return f"the target's KV is in a {type(part).__name__}, where DFLASH moves no tokens"
+        obstacle = None if type(part) is MLATokenToKVPool else pool_obstacle(part)
+        if obstacle is not None:
+            return f"{obstacle}, where DFLASH moves no tokens"
     return None
 
 
