@@ -19,7 +19,9 @@ class Settings:
         timed_replays: of each graph when the server starts; the fastest counts.
         explore_every: cycles with more rows than are best, to see what those have become, take one of so many parts of
             the time.
-        waits: so many times in a row the GPU has to have waited for the host before that counts as what a cycle costs.
+        waits: so many times in a row, of those looked at, the GPU has to have waited for the host before that counts as
+            what a cycle costs.
+        host_decay: what is left of the time that the host is taken to need after another cycle that took the GPU longer.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         learned_every: cycles of one number of rows whose results are learned from at once, and that a choice is for,
@@ -41,9 +43,10 @@ class Settings:
     timed_replays: int = 3
     explore_every: int = 64
     waits: int = 4
+    host_decay: float = 0.85
     newest: float = 0.2
     decay: float = 0.99
-    learned_every: int = 8
+    learned_every: int = 16
     tried_at_once: int = 10
     doubt: float = 1.05
     fading: float = 0.9995

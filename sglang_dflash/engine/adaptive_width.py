@@ -84,8 +84,8 @@ class ChainGains:
         # Of the drafts, where those before them were accepted.
         self._rates = _Rates(block_size - 1)
         self._learned_every = learned_every
-        # Of the last cycles, which had one width: blocks by accepted drafts.
-        self._width, self._cycles, self._blocks = 0, 0, Counter()
+        # Of the last cycles, which had one width: accepted drafts of each block.
+        self._width, self._cycles, self._blocks = 0, 0, []
         self._expected: list[float] | None = None
 
     def learn(self, width: int, result: Sequence[int], cycles: int = 1) -> None:
@@ -93,7 +93,7 @@ class ChainGains:
         if width != self._width:
             self._settle()
             self._width = width
-        self._blocks.update(result)
+        self._blocks.extend(result)
         self._cycles += cycles
         if self._cycles >= self._learned_every:
             self._settle()
@@ -101,8 +101,9 @@ class ChainGains:
     def _settle(self) -> None:
         if not self._cycles:
             return
-        # Blocks with at least 0, 1, ... accepted drafts.
-        reached = list(accumulate(self._blocks[correct] for correct in reversed(range(self._width))))[::-1]
+        blocks = Counter(self._blocks)
+        # Those with at least 0, 1, ... accepted drafts.
+        reached = list(accumulate(blocks[correct] for correct in reversed(range(self._width))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
             self._rates.add(tried, [accepted], first=j, cycles=self._cycles)
         self._cycles, self._expected = 0, None
@@ -232,33 +233,34 @@ class HostPace:
     Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by then, as
     small targets' do in large batches, rows that the GPU would have computed meanwhile cost nothing. One wait says
     little, as anything may hold up a host once; the least of several in a row counts.
+
+    Attributes:
+        is_measuring: whether a cycle has begun and the step after it has not.
     """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
-        # Of the step that was last begun; the batch size of its cycle.
-        self._begun, self._running = 0.0, None
+        self.is_measuring = False
+        # Of that cycle: when its step began, and its batch size.
+        self._begun, self._bs = 0.0, 0
 
-    def begin_step(self, now: float, has_gpu_waited: bool) -> None:
-        """A step of whatever kind begins; `has_gpu_waited`: the cycle before it has ended."""
-        begun, self._begun = self._begun, now
-        bs, self._running = self._running, None
-        if bs is None:
-            return
+    def begin_cycle(self, begun: float, bs: int) -> None:
+        """The step that has `begun` launches a cycle of so many requests, and does not wait for it."""
+        self.is_measuring, self._begun, self._bs = True, begun, bs
+
+    def end_cycle(self, now: float, has_gpu_waited: bool) -> None:
+        """The next step begins, of whatever kind; `has_gpu_waited`: the cycle has ended."""
+        self.is_measuring, bs = False, self._bs
         recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.waits))
         if has_gpu_waited:
-            recent.append(now - begun)
+            recent.append(now - self._begun)
             if len(recent) == SETTINGS.waits:
                 self._seconds[bs] = min(recent)
         else:
             # Whether the host would be faster with fewer rows is not seen any more, and to be found out again.
             recent.clear()
-            self._seconds[bs] = SETTINGS.decay * self.seconds(bs)
-
-    def begin_cycle(self, bs: int) -> None:
-        """This step launches a cycle of so many requests, and does not wait for it."""
-        self._running = bs
+            self._seconds[bs] = SETTINGS.host_decay * self.seconds(bs)
 
     def seconds(self, bs: int) -> float:
         """That a cycle takes at least, whatever the GPU does; 0 where the GPU does not wait."""
@@ -269,6 +271,9 @@ class VerifyWidth:
     """The width with the most tokens per time, from the acceptance seen so far.
 
     Every tensor-parallel rank sees the same results at the same cycles, and so chooses the same.
+
+    Attributes:
+        ends_choice: whether the last choice has just had the last of several cycles that it is for.
     """
 
     def __init__(
@@ -283,7 +288,7 @@ class VerifyWidth:
             chosen_every: cycles of as many requests that a choice is for.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains
-        self._chosen_every = chosen_every
+        self._chosen_every, self.ends_choice = chosen_every, False
         # The last choice, what its cycle costs, the requests and further cycles that it is for.
         self._chosen, self._chosen_cost, self._chosen_bs, self._cycles_left = 0, 0.0, 0, 0
         # What cycles have cost since one last had more rows than were best.
@@ -300,6 +305,7 @@ class VerifyWidth:
         if not self._cycles_left or bs != self._chosen_bs:
             return None
         self._cycles_left -= 1
+        self.ends_choice = not self._cycles_left
         self._since += self._chosen_cost
         self._pending.append(self._chosen)
         return self._chosen
@@ -328,7 +334,7 @@ class VerifyWidth:
                     cost = costs[best]
                     self._since += cost
         self._chosen, self._chosen_cost, self._chosen_bs = best, cost, bs
-        self._cycles_left = 0 if is_trial else self._chosen_every - 1
+        self._cycles_left, self.ends_choice = 0 if is_trial else self._chosen_every - 1, False
         self._pending.append(best)
         return best
 

@@ -123,10 +123,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             width: rows of a request that the target verifies.
             attn_backend, draft_backend: of the target and of the drafter, for so many; None: their own, for whole
                 blocks.
-            min_bs: of the batches that are captured.
+            min_bs: of the batches that are captured; somewhat smaller ones are padded to it.
             whole: the runner of whole blocks, which this one is beside.
         """
-        self.width, self._min_bs = width, min_bs
+        self.width, self._min_captured_bs = width, min_bs
         # W.
         self._block_width = min(width, cycle.block_size)
         self._cycle = cycle
@@ -211,6 +211,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if self._draft_plan is not None:
             # SGLang has given its own backend its buffers by now.
             self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
+        smaller = [bs for bs in self.capture_bs if bs < self._min_captured_bs]
+        self._min_bs = max(smaller, default=0) + 1
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -391,24 +393,17 @@ class CycleGraphs:
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
         self.widths = tuple(sorted(self._runners))
-        # Looked up for every width of every cycle.
-        self._costs = {
-            (bs, width): self._seconds[runner.padded(bs), width]
-            for width, runner in self._runners.items()
-            for bs in range(1, whole.max_bs + 1)
-            if self._seconds and runner.has(bs)
-        }
 
     def __getitem__(self, width: int) -> CycleGraphRunner:
         return self._runners[width]
 
     def padded(self, bs: int) -> int:
-        """The batch size of the graph of all rows; where there is none, its own."""
+        """The batch size of the graphs for so many requests; where there is none, their own."""
         return self._whole.padded(bs) if self._whole.has(bs) else bs
 
-    def cost(self, bs: int, width: int) -> float:
+    def cost(self, padded_bs: int, width: int) -> float:
         """What a cycle takes, in seconds; inf where there is no graph."""
-        return self._costs.get((bs, width), math.inf)
+        return self._seconds.get((padded_bs, width), math.inf)
 
     def _time(self) -> dict[tuple[int, int], float]:
         """What a cycle of each size and width takes.

@@ -144,11 +144,12 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
             pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
-        if self._pace is not None:
-            self._pace.begin_step(time.perf_counter(), self._cycle_ended.query())
+        begun = time.perf_counter()
+        if self._pace is not None and self._pace.is_measuring:
+            self._pace.end_cycle(begun, self._cycle_ended.query())
         if self._measured is not None:
             # By one clock, as all ranks choose by it.
-            self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
+            self._measured.begin_step(self._of_first_rank(begun), batch.forward_mode.is_decode())
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -157,8 +158,10 @@ class DFlashWorker(BaseSpecWorker):
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
         step = self._run_cycle(batch, overruled)
-        if self._pace is not None and on_publish is not None and not overruled and step.is_replay:
-            self._pace.begin_cycle(self._graphs.padded(batch.batch_size()))
+        is_plain_replay = step.is_replay and not overruled
+        # Of one cycle in several, as this takes the host time too.
+        if self._pace is not None and self._width.ends_choice and on_publish is not None and is_plain_replay:
+            self._pace.begin_cycle(begun, self._graphs.padded(batch.batch_size()))
             self._cycle_ended.record()
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
@@ -172,13 +175,7 @@ class DFlashWorker(BaseSpecWorker):
         """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
-        width = self._width.again(bs)
-        if width is None:
-            seconds = 0.0
-            if self._seconds_per_kv_token:
-                seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, cycle.num_rows).sum())
-            least = 0.0 if self._pace is None else self._pace.seconds(self._graphs.padded(bs))
-            width = self._width.choose(bs, seconds, least)
+        width = self._choose_width(batch)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
@@ -197,6 +194,17 @@ class DFlashWorker(BaseSpecWorker):
             self._measured.begin_cycle(bs, width)
         with cycle.verifying_eagerly():
             return cycle.run(forward_batch, inputs.block, in_shards, eager)
+
+    def _choose_width(self, batch: ScheduleBatch) -> int:
+        bs = batch.batch_size()
+        size = bs if self._graphs is None else self._graphs.padded(bs)
+        width = self._width.again(size)
+        if width is not None:
+            return width
+        seconds = 0.0
+        if self._seconds_per_kv_token:
+            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self._cycle.num_rows).sum())
+        return self._width.choose(size, seconds, 0.0 if self._pace is None else self._pace.seconds(size))
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None

@@ -141,7 +141,9 @@ def test_a_choice_is_for_several_cycles_of_as_many_requests():
     width = chains(lambda bs, rows: bs * rows, chosen_every=4)
     # Drafts are taken to be accepted until it is known, so all widths are as good at first.
     assert width.again(8) is None
-    assert [width.choose(8), *(width.again(8) for _ in range(4))] == [1, 1, 1, 1, None]
+    assert width.choose(8) == 1 and not width.ends_choice
+    assert [(width.again(8), width.ends_choice) for _ in range(3)] == [(1, False), (1, False), (1, True)]
+    assert width.again(8) is None
     width.choose(8)
     assert width.again(4) is None
     assert width.choose(4) == 1
@@ -179,9 +181,10 @@ def steps(pace: HostPace, waited: list[bool], seconds: float = 2.0, bs: int = 8)
     """Cycles that the host comes back from after so long, or later than the GPU; the pace after each."""
     paces = []
     for has_gpu_waited in waited:
-        pace.begin_step(10.0, True)
-        pace.begin_cycle(bs)
-        pace.begin_step(10.0 + seconds, has_gpu_waited)
+        assert not pace.is_measuring
+        pace.begin_cycle(10.0, bs)
+        assert pace.is_measuring
+        pace.end_cycle(10.0 + seconds, has_gpu_waited)
         paces.append(pace.seconds(bs))
     return paces
 
@@ -194,10 +197,7 @@ def test_host_pace():
     assert steps(pace, [True], seconds=3.0) == [3.0]
     assert steps(pace, [True] * 4, seconds=7.0) == [3.0, 3.0, 3.0, 7.0]
     assert pace.seconds(16) == 0.0
-    # Nothing was running.
-    pace.begin_step(100.0, True)
-    assert pace.seconds(8) == 7.0
-    forgotten = steps(pace, [False] * 100)
+    forgotten = steps(pace, [False] * 10)
     assert forgotten == sorted(forgotten, reverse=True) and forgotten[-1] < 0.4 * 7.0
     # Anew.
     assert steps(pace, [True] * 3, seconds=9.0)[-1] == forgotten[-1]
