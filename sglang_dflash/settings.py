@@ -21,7 +21,7 @@ class Settings:
             the time.
         waits: so many times in a row, of those looked at, the GPU has to have waited for the host before that counts as
             what a cycle costs.
-        host_decay: what is left of the time that the host is taken to need after another cycle that took the GPU longer.
+        host_decay: what is left of the seconds that the host is taken to need after a cycle that took the GPU longer.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         learned_every: cycles of one number of rows whose results are learned from at once, and that a choice is for,
