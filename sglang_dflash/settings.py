@@ -19,9 +19,8 @@ class Settings:
         timed_replays: of each graph when the server starts; the fastest counts.
         explore_every: cycles with more rows than are best, to see what those have become, take one of so many parts of
             the time.
-        waits: so many times in a row, of those looked at, the GPU has to have waited for the host before that counts as
-            what a cycle costs.
-        host_decay: what is left of the seconds that the host is taken to need after a cycle that took the GPU longer.
+        paces: the last so many cycles that were looked at tell how long the host takes for one.
+        host_decay: what is left of the seconds that the host is taken to need, each time that the GPU took longer.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         learned_every: cycles of one number of rows whose results are learned from at once, and that a choice is for,
@@ -42,8 +41,8 @@ class Settings:
     busy: float = 1.05
     timed_replays: int = 3
     explore_every: int = 64
-    waits: int = 4
-    host_decay: float = 0.85
+    paces: int = 8
+    host_decay: float = 0.95
     newest: float = 0.2
     decay: float = 0.99
     learned_every: int = 16

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
+from statistics import median
 from typing import Protocol
 
 from sglang_dflash.settings import SETTINGS
@@ -228,43 +229,48 @@ def _on_line(averages: Sequence[_Average], bs: int) -> float:
 
 
 class HostPace:
-    """How long the host takes from one cycle to the next step, where the GPU waits for it.
+    """How long the host takes from one cycle's launch to the next one's, where the GPU waits for it.
 
-    Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by then, as
-    small targets' do in large batches, rows that the GPU would have computed meanwhile cost nothing. One wait says
-    little, as anything may hold up a host once; the least of several in a row counts.
-
-    Attributes:
-        is_measuring: whether a cycle has begun and the step after it has not.
+    Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by the time
+    that the next can be launched, as small targets' does, rows that the GPU would have computed meanwhile cost nothing.
+    Hosts are slower for a while now and then, and a cycle takes what either needs: the mean over the last few counts.
     """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._seconds: dict[int, float] = {}
-        self.is_measuring = False
-        # Of that cycle: when its step began, and its batch size.
-        self._begun, self._bs = 0.0, 0
+        # Of the cycle that is measured: the number of its step, when it was launched, and its batch size.
+        self._steps, self._step, self._launched, self._bs = 0, -1, 0.0, 0
 
-    def begin_cycle(self, begun: float, bs: int) -> None:
-        """The step that has `begun` launches a cycle of so many requests, and does not wait for it."""
-        self.is_measuring, self._begun, self._bs = True, begun, bs
+    def begin_step(self) -> None:
+        """A step of whatever kind begins."""
+        self._steps += 1
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the step before this one has launched a cycle that is measured."""
+        return self._step == self._steps - 1
+
+    def begin_cycle(self, now: float, bs: int) -> None:
+        """This step launches a cycle of so many requests, and does not wait for it."""
+        self._step, self._launched, self._bs = self._steps, now, bs
 
     def end_cycle(self, now: float, has_gpu_waited: bool) -> None:
-        """The next step begins, of whatever kind; `has_gpu_waited`: the cycle has ended."""
-        self.is_measuring, bs = False, self._bs
-        recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.waits))
-        if has_gpu_waited:
-            recent.append(now - self._begun)
-            if len(recent) == SETTINGS.waits:
-                self._seconds[bs] = min(recent)
+        """This step launches a cycle too; `has_gpu_waited`: the one that is measured has ended."""
+        recent = self._recent.setdefault(self._bs, deque([0.0], maxlen=SETTINGS.paces))
+        seconds, usual = now - self._launched, median(recent)
+        if not has_gpu_waited:
+            # How much faster the host would be with fewer rows is not seen, and to be found out again.
+            recent.append(SETTINGS.host_decay * min(seconds, usual))
+        elif usual:
+            # One that was held up, by a pause say, does not count as what it took.
+            recent.append(min(seconds, 2 * usual))
         else:
-            # Whether the host would be faster with fewer rows is not seen any more, and to be found out again.
-            recent.clear()
-            self._seconds[bs] = SETTINGS.host_decay * self.seconds(bs)
+            recent.extend([seconds] * SETTINGS.paces)
 
-    def seconds(self, bs: int) -> float:
-        """That a cycle takes at least, whatever the GPU does; 0 where the GPU does not wait."""
-        return self._seconds.get(bs, 0.0)
+    def seconds(self, bs: int, gpu_seconds: float) -> float:
+        """What a cycle takes, whose work takes the GPU so long."""
+        recent = self._recent.get(bs)
+        return gpu_seconds if recent is None else sum(max(host, gpu_seconds) for host in recent) / len(recent)
 
 
 class VerifyWidth:
@@ -310,19 +316,21 @@ class VerifyWidth:
         self._pending.append(self._chosen)
         return self._chosen
 
-    def choose(self, bs: int, more: float = 0.0, least: float = 0.0) -> int:
+    def choose(self, bs: int, more: float = 0.0, paced: Callable[[int, float], float] | None = None) -> int:
         """The width of the next cycle, of bs requests.
 
         Args:
             more: what it costs besides, whatever the width.
-            least: what it costs at least, whatever the width.
+            paced: what it costs where that is not all: `paced(bs, cost)`.
         """
         best, cost, is_trial = self._widths[-1], 0.0, False
         known = {width: self._cost(bs, width) for width in self._widths} if len(self._widths) > 1 else {}
         # Without a graph all rows are verified.
         if min(known.values(), default=math.inf) < math.inf:
             tokens = self._gains.expected_tokens()
-            costs = {width: max(cost + more, least) if cost else 0.0 for width, cost in known.items()}
+            costs = {width: cost and cost + more for width, cost in known.items()}
+            if paced is not None:
+                costs = {width: paced(bs, cost) for width, cost in costs.items()}
             best = max(self._widths, key=lambda w: tokens[w - 1] / costs[w] if costs[w] else math.inf)
             if costs[best]:
                 # What more rows would give becomes known by trying them.

@@ -144,12 +144,11 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
             pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
-        begun = time.perf_counter()
-        if self._pace is not None and self._pace.is_measuring:
-            self._pace.end_cycle(begun, self._cycle_ended.query())
+        if self._pace is not None:
+            self._pace.begin_step()
         if self._measured is not None:
             # By one clock, as all ranks choose by it.
-            self._measured.begin_step(self._of_first_rank(begun), batch.forward_mode.is_decode())
+            self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -157,12 +156,7 @@ class DFlashWorker(BaseSpecWorker):
         self._head.refresh()
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
-        step = self._run_cycle(batch, overruled)
-        is_plain_replay = step.is_replay and not overruled
-        # Of one cycle in several, as this takes the host time too.
-        if self._pace is not None and self._width.ends_choice and on_publish is not None and is_plain_replay:
-            self._pace.begin_cycle(begun, self._graphs.padded(batch.batch_size()))
-            self._cycle_ended.record()
+        step = self._run_cycle(batch, overruled, is_waited_for=bool(overruled) or on_publish is None)
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
             self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
@@ -171,8 +165,12 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(step.accepted.new_seq_lens)
         return self._end_cycle(batch, step, parts)
 
-    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int]) -> Step:
-        """One cycle, by the plain rule, which is that of all requests but the `overruled`."""
+    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int], is_waited_for: bool) -> Step:
+        """One cycle, by the plain rule, which is that of all requests but the `overruled`.
+
+        Args:
+            is_waited_for: before the next is prepared.
+        """
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
         width = self._choose_width(batch)
@@ -184,8 +182,15 @@ class DFlashWorker(BaseSpecWorker):
         self._fill_blocks(batch, inputs, overruled)
         forward_batch = self._verify_batch(batch, inputs, width)
         if static is not None and graphs.can_run_graph(forward_batch):
+            launched = time.perf_counter()
+            if self._pace is not None and self._pace.is_measuring:
+                self._pace.end_cycle(launched, self._cycle_ended.query())
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
+            # One cycle in several, as this takes the host time too.
+            if self._pace is not None and self._width.ends_choice and not is_waited_for:
+                self._pace.begin_cycle(launched, graphs.padded(bs))
+                self._cycle_ended.record()
             return graphs.step(forward_batch, output, batch.has_grammar)
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
         assert graphs is None or width == cycle.num_rows
@@ -204,7 +209,7 @@ class DFlashWorker(BaseSpecWorker):
         seconds = 0.0
         if self._seconds_per_kv_token:
             seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self._cycle.num_rows).sum())
-        return self._width.choose(size, seconds, 0.0 if self._pace is None else self._pace.seconds(size))
+        return self._width.choose(size, seconds, None if self._pace is None else self._pace.seconds)
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None

@@ -171,37 +171,63 @@ def test_rows_that_the_host_leaves_time_for_are_verified():
     draw = random.Random(0)
     for i in range(400):
         # Of the second half only eight rows fit into the host's time.
-        chosen.append(width.choose(8, more=1, least=13 if i < 200 else 9))
+        host = 13 if i < 200 else 9
+        chosen.append(width.choose(8, more=1, paced=lambda bs, cost, host=host: max(cost, host)))
         width.complete(chain_result(draw, chosen[-2], 8, acceptance=0.5))
     assert chosen[100:200] == [16] * 100
     assert set(chosen[300:]) == {8, 12} and chosen[300:].count(8) > 90
 
 
-def steps(pace: HostPace, waited: list[bool], seconds: float = 2.0, bs: int = 8) -> list[float]:
-    """Cycles that the host comes back from after so long, or later than the GPU; the pace after each."""
-    paces = []
-    for has_gpu_waited in waited:
-        assert not pace.is_measuring
+def steps(pace: HostPace, seconds: list[float | None], bs: int = 8) -> None:
+    """Cycles that the host launches the next one so long after, or, None, while they still run, which takes 6."""
+    for between in seconds:
+        pace.begin_step()
         pace.begin_cycle(10.0, bs)
+        pace.begin_step()
         assert pace.is_measuring
-        pace.end_cycle(10.0 + seconds, has_gpu_waited)
-        paces.append(pace.seconds(bs))
-    return paces
+        pace.end_cycle(10.0 + (between or 6.0), has_gpu_waited=between is not None)
 
 
 def test_host_pace():
     pace = HostPace()
-    assert steps(pace, [True, True, True, False] * 5) == [0.0] * 20
-    assert steps(pace, [True] * 4, seconds=5.0)[-1] == 5.0
-    # One that is faster is believed at once, one that is slower when all are.
-    assert steps(pace, [True], seconds=3.0) == [3.0]
-    assert steps(pace, [True] * 4, seconds=7.0) == [3.0, 3.0, 3.0, 7.0]
-    assert pace.seconds(16) == 0.0
-    forgotten = steps(pace, [False] * 10)
-    assert forgotten == sorted(forgotten, reverse=True) and forgotten[-1] < 0.4 * 7.0
-    # Anew.
-    assert steps(pace, [True] * 3, seconds=9.0)[-1] == forgotten[-1]
-    assert steps(pace, [True], seconds=9.0) == [9.0]
+    assert pace.seconds(8, 3.0) == 3.0
+    steps(pace, [None] * 3)
+    assert pace.seconds(8, 3.0) == 3.0
+    # Known at once, and of these requests only.
+    steps(pace, [5.0])
+    assert pace.seconds(8, 3.0) == 5.0 and pace.seconds(8, 7.0) == 7.0 and pace.seconds(16, 3.0) == 3.0
+    # A pause does not count for what it is.
+    steps(pace, [90.0])
+    assert 5.0 < pace.seconds(8, 3.0) < 6.0
+    # A host that is now faster than the GPU and now slower: both wait for each other.
+    steps(pace, [4.0, 8.0] * SETTINGS.paces)
+    assert [pace.seconds(8, gpu) for gpu in (3.0, 6.0, 9.0)] == pytest.approx([6.0, 7.0, 9.0])
+
+
+def test_a_host_that_is_not_waited_for_is_found_out_again():
+    pace = HostPace()
+    steps(pace, [5.0] * SETTINGS.paces)
+    paces = []
+    for _ in range(30):
+        steps(pace, [None])
+        paces.append(pace.seconds(8, 1.0))
+    assert paces == sorted(paces, reverse=True) and 2.0 < paces[-1] < 5.0
+    # What took the GPU 6 took the host no longer.
+    steps(pace, [9.0] * SETTINGS.paces)
+    steps(pace, [None] * SETTINGS.paces)
+    assert pace.seconds(8, 1.0) < 6.0
+
+
+def test_host_pace_is_that_between_two_cycles():
+    pace = HostPace()
+    pace.begin_step()
+    assert not pace.is_measuring
+    pace.begin_cycle(10.0, 8)
+    # A prefill.
+    pace.begin_step()
+    assert pace.is_measuring
+    pace.begin_step()
+    assert not pace.is_measuring
 
 
 def test_another_text_is_learned():
