@@ -237,9 +237,11 @@ class HostPace:
     """
 
     def __init__(self) -> None:
+        # By batch size: what the host took, and what the last cycle did.
         self._recent: dict[int, deque[float]] = {}
+        self._last: dict[int, float] = {}
         # Of the cycle that is measured: the number of its step, when it was launched, and its batch size.
-        self._steps, self._step, self._launched, self._bs = 0, -1, 0.0, 0
+        self._steps, self._step, self._launched, self._bs = 0, -2, 0.0, 0
 
     def begin_step(self) -> None:
         """A step of whatever kind begins."""
@@ -256,21 +258,20 @@ class HostPace:
 
     def end_cycle(self, now: float, has_gpu_waited: bool) -> None:
         """This step launches a cycle too; `has_gpu_waited`: the one that is measured has ended."""
-        recent = self._recent.setdefault(self._bs, deque([0.0], maxlen=SETTINGS.paces))
-        seconds, usual = now - self._launched, median(recent)
-        if not has_gpu_waited:
-            # How much faster the host would be with fewer rows is not seen, and to be found out again.
-            recent.append(SETTINGS.host_decay * min(seconds, usual))
-        elif usual:
+        seconds, bs = now - self._launched, self._bs
+        recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.paces))
+        if has_gpu_waited:
             # One that was held up, by a pause say, does not count as what it took.
-            recent.append(min(seconds, 2 * usual))
-        else:
-            recent.extend([seconds] * SETTINGS.paces)
+            recent.append(min(seconds, 2 * self._last.get(bs, seconds)))
+        elif recent:
+            # How much faster the host would be with fewer rows is not seen, and to be found out again.
+            recent.append(SETTINGS.host_decay * min(seconds, median(recent)))
+        self._last[bs] = seconds
 
     def seconds(self, bs: int, gpu_seconds: float) -> float:
         """What a cycle takes, whose work takes the GPU so long."""
         recent = self._recent.get(bs)
-        return gpu_seconds if recent is None else sum(max(host, gpu_seconds) for host in recent) / len(recent)
+        return sum([max(host, gpu_seconds) for host in recent]) / len(recent) if recent else gpu_seconds
 
 
 class VerifyWidth:

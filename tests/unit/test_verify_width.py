@@ -197,7 +197,7 @@ def test_host_pace():
     steps(pace, [5.0])
     assert pace.seconds(8, 3.0) == 5.0 and pace.seconds(8, 7.0) == 7.0 and pace.seconds(16, 3.0) == 3.0
     # A pause does not count for what it is.
-    steps(pace, [90.0])
+    steps(pace, [5.0] * SETTINGS.paces + [90.0])
     assert 5.0 < pace.seconds(8, 3.0) < 6.0
     # A host that is now faster than the GPU and now slower: both wait for each other.
     steps(pace, [4.0, 8.0] * SETTINGS.paces)
@@ -212,8 +212,11 @@ def test_a_host_that_is_not_waited_for_is_found_out_again():
         steps(pace, [None])
         paces.append(pace.seconds(8, 1.0))
     assert paces == sorted(paces, reverse=True) and 2.0 < paces[-1] < 5.0
-    # What took the GPU 6 took the host no longer.
+    # As soon as the GPU waits, however long it has not.
+    steps(pace, [None] * 1000)
     steps(pace, [9.0] * SETTINGS.paces)
+    assert pace.seconds(8, 1.0) == 9.0
+    # What took the GPU 6 took the host no longer.
     steps(pace, [None] * SETTINGS.paces)
     assert pace.seconds(8, 1.0) < 6.0
 
