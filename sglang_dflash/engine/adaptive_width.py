@@ -86,7 +86,8 @@ class ChainGains:
         self._rates = _Rates(block_size - 1)
         self._learned_every = learned_every
         # Of the last cycles, which had one width: accepted drafts of each block.
-        self._width, self._cycles, self._blocks = 0, 0, []
+        self._width, self._cycles = 0, 0
+        self._blocks: list[int] = []
         self._expected: list[float] | None = None
 
     def learn(self, width: int, result: Sequence[int], cycles: int = 1) -> None:

@@ -123,10 +123,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             width: rows of a request that the target verifies.
             attn_backend, draft_backend: of the target and of the drafter, for so many; None: their own, for whole
                 blocks.
-            min_bs: of the batches that are captured; somewhat smaller ones are padded to it.
+            min_bs: of the batches that there is a graph for.
             whole: the runner of whole blocks, which this one is beside.
         """
-        self.width, self._min_captured_bs = width, min_bs
+        self.width, self._min_bs = width, min_bs
         # W.
         self._block_width = min(width, cycle.block_size)
         self._cycle = cycle
@@ -211,8 +211,6 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if self._draft_plan is not None:
             # SGLang has given its own backend its buffers by now.
             self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
-        smaller = [bs for bs in self.capture_bs if bs < self._min_captured_bs]
-        self._min_bs = max(smaller, default=0) + 1
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -388,7 +386,9 @@ class CycleGraphs:
                 if self._seconds[bs, whole.width] > SETTINGS.busy * self._seconds[bs, few[-1]]
             ]
             if slow and between:
-                self._runners |= {width: whole.narrower(width, min_bs=slow[0]) for width in between}
+                # Batches between two sizes are padded to the larger one.
+                min_bs = max((bs for bs in whole.capture_bs if bs < slow[0]), default=0) + 1
+                self._runners |= {width: whole.narrower(width, min_bs) for width in between}
                 self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")

@@ -156,7 +156,7 @@ class DFlashWorker(BaseSpecWorker):
         self._head.refresh()
         seq_lens = batch.seq_lens
         overruled = self._sampler.overruled(batch)
-        step = self._run_cycle(batch, overruled, is_waited_for=bool(overruled) or on_publish is None)
+        step = self._run_cycle(batch, overruled, is_overlapped=on_publish is not None)
         parts = self._overrule(batch, step, overruled, grammar_barrier)
         if overruled and self._states is not None:
             self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
@@ -165,11 +165,11 @@ class DFlashWorker(BaseSpecWorker):
             on_publish(step.accepted.new_seq_lens)
         return self._end_cycle(batch, step, parts)
 
-    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int], is_waited_for: bool) -> Step:
+    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int], is_overlapped: bool) -> Step:
         """One cycle, by the plain rule, which is that of all requests but the `overruled`.
 
         Args:
-            is_waited_for: before the next is prepared.
+            is_overlapped: whether the host prepares the next one while this one runs.
         """
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
@@ -188,7 +188,7 @@ class DFlashWorker(BaseSpecWorker):
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
             # One cycle in several, as this takes the host time too.
-            if self._pace is not None and self._width.ends_choice and not is_waited_for:
+            if self._pace is not None and self._width.ends_choice and is_overlapped and not overruled:
                 self._pace.begin_cycle(launched, graphs.padded(bs))
                 self._cycle_ended.record()
             return graphs.step(forward_batch, output, batch.has_grammar)
