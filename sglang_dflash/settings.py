@@ -20,7 +20,6 @@ class Settings:
         explore_every: cycles with more rows than are best, to see what those have become, take one of so many parts of
             the time.
         paces: the last so many cycles that were looked at tell how long the host takes for one.
-        host_decay: what is left of the seconds that the host is taken to need, each time that the GPU took longer.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
         learned_every: cycles of one number of rows whose results are learned from at once, and that a choice is for,
@@ -42,7 +41,6 @@ class Settings:
     timed_replays: int = 3
     explore_every: int = 64
     paces: int = 8
-    host_decay: float = 0.95
     newest: float = 0.2
     decay: float = 0.99
     learned_every: int = 16

@@ -210,10 +210,15 @@ class MeasuredCost:
 
     def _add(self, bs: int, width: int, seconds: float) -> None:
         """The first of a kind does not count: it may have to make what the others need."""
-        size = (bs - 1).bit_length()
+        size = _size(bs)
         if (size, width) in self._has_begun:
             self._averages[width].setdefault(size, _Average(bs, seconds)).add(bs, seconds)
         self._has_begun.add((size, width))
+
+
+def _size(bs: int) -> int:
+    """Batches of 5 to 8 requests, of 9 to 16 and so on are of one size."""
+    return (bs - 1).bit_length()
 
 
 def _on_line(averages: Sequence[_Average], bs: int) -> float:
@@ -229,24 +234,47 @@ def _on_line(averages: Sequence[_Average], bs: int) -> float:
     return sorted((share, seconds, nearest.seconds))[1]
 
 
+class _Paces:
+    """Of the last cycles whose batches are about as large: seconds that the host took, and how many of them until it
+    had the result of the cycle before, which it did not wait for."""
+
+    def __init__(self) -> None:
+        self.host: deque[float] = deque(maxlen=SETTINGS.paces)
+        self.until_read: deque[float] = deque(maxlen=SETTINGS.paces)
+
+
 class HostPace:
-    """How long the host takes from one cycle's launch to the next one's, where the GPU waits for it.
+    """How long the host takes from one cycle's launch to the next one's, besides waiting for the GPU.
 
     Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by the time
     that the next can be launched, as small targets' does, rows that the GPU would have computed meanwhile cost nothing.
     Hosts are slower for a while now and then, and a cycle takes what either needs: the mean over the last few counts.
+    Batches of 5 to 8 requests, of 9 to 16 and so on are of one size: clients come and go, and a batch has as many
+    requests as before in few cycles.
     """
 
-    def __init__(self) -> None:
-        # By batch size: what the host took, and what the last cycle did.
-        self._recent: dict[int, deque[float]] = {}
-        self._last: dict[int, float] = {}
+    def __init__(self, measured_every: int) -> None:
+        """
+        Args:
+            measured_every: steps from one cycle that is measured to the next, as looking at it takes the host time too.
+        """
+        self._measured_every = measured_every
+        self._paces: dict[int, _Paces] = {}
+        # Steps so far, and how many there are when a cycle is to be measured again.
+        self._steps, self._due = 0, 0
         # Of the cycle that is measured: the number of its step, when it was launched, and its batch size.
-        self._steps, self._step, self._launched, self._bs = 0, -2, 0.0, 0
+        self._step, self._launched, self._bs = -2, 0.0, 0
+        # When the host last had the result of a cycle.
+        self._read = 0.0
 
     def begin_step(self) -> None:
         """A step of whatever kind begins."""
         self._steps += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a cycle is to be measured, if the step after it is one too."""
+        return self._steps >= self._due
 
     @property
     def is_measuring(self) -> bool:
@@ -257,31 +285,40 @@ class HostPace:
         """This step launches a cycle of so many requests, and does not wait for it."""
         self._step, self._launched, self._bs = self._steps, now, bs
 
+    def read_result(self, now: float) -> None:
+        """The host has waited for a cycle, whose result it needed."""
+        self._read = now
+
     def end_cycle(self, now: float, has_gpu_waited: bool) -> None:
         """This step launches a cycle too; `has_gpu_waited`: the one that is measured has ended."""
-        seconds, bs = now - self._launched, self._bs
-        recent = self._recent.setdefault(bs, deque(maxlen=SETTINGS.paces))
-        if has_gpu_waited:
-            # One that was held up, by a pause say, does not count as what it took.
-            recent.append(min(seconds, 2 * self._last.get(bs, seconds)))
-        elif recent:
-            # How much faster the host would be with fewer rows is not seen, and to be found out again.
-            recent.append(SETTINGS.host_decay * min(seconds, median(recent)))
-        self._last[bs] = seconds
+        seconds, until_read = now - self._launched, self._read - self._launched
+        has_read = until_read > 0
+        if not has_gpu_waited and not has_read:
+            # The host has waited for a prefill, and nobody knows how long.
+            return
+        paces = self._paces.setdefault(_size(self._bs), _Paces())
+        if not has_gpu_waited:
+            # The host has waited for a result before it read it.
+            seconds += (median(paces.until_read) if paces.until_read else 0.0) - until_read
+        elif has_read:
+            paces.until_read.append(until_read)
+        # One that was held up, by a pause say, does not count as what it took.
+        paces.host.append(min(seconds, 2 * median(paces.host)) if paces.host else seconds)
+        self._due = self._steps + self._measured_every
 
     def seconds(self, bs: int, gpu_seconds: float) -> float:
         """What a cycle takes, whose work takes the GPU so long."""
-        recent = self._recent.get(bs)
-        return sum([max(host, gpu_seconds) for host in recent]) / len(recent) if recent else gpu_seconds
+        if not self._paces:
+            return gpu_seconds
+        size = _size(bs)
+        host = self._paces[min(self._paces, key=lambda other: abs(other - size))].host
+        return sum([max(seconds, gpu_seconds) for seconds in host]) / len(host)
 
 
 class VerifyWidth:
     """The width with the most tokens per time, from the acceptance seen so far.
 
     Every tensor-parallel rank sees the same results at the same cycles, and so chooses the same.
-
-    Attributes:
-        ends_choice: whether the last choice has just had the last of several cycles that it is for.
     """
 
     def __init__(
@@ -296,7 +333,7 @@ class VerifyWidth:
             chosen_every: cycles of as many requests that a choice is for.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains
-        self._chosen_every, self.ends_choice = chosen_every, False
+        self._chosen_every = chosen_every
         # The last choice, what its cycle costs, the requests and further cycles that it is for.
         self._chosen, self._chosen_cost, self._chosen_bs, self._cycles_left = 0, 0.0, 0, 0
         # What cycles have cost since one last had more rows than were best.
@@ -313,7 +350,6 @@ class VerifyWidth:
         if not self._cycles_left or bs != self._chosen_bs:
             return None
         self._cycles_left -= 1
-        self.ends_choice = not self._cycles_left
         self._since += self._chosen_cost
         self._pending.append(self._chosen)
         return self._chosen
@@ -344,7 +380,7 @@ class VerifyWidth:
                     cost = costs[best]
                     self._since += cost
         self._chosen, self._chosen_cost, self._chosen_bs = best, cost, bs
-        self._cycles_left, self.ends_choice = 0 if is_trial else self._chosen_every - 1, False
+        self._cycles_left = 0 if is_trial else self._chosen_every - 1
         self._pending.append(best)
         return best
 

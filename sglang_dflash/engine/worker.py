@@ -188,7 +188,7 @@ class DFlashWorker(BaseSpecWorker):
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
             # One cycle in several, as this takes the host time too.
-            if self._pace is not None and self._width.ends_choice and is_overlapped and not overruled:
+            if self._pace is not None and self._pace.is_due and is_overlapped and not overruled:
                 self._pace.begin_cycle(launched, graphs.padded(bs))
                 self._cycle_ended.record()
             return graphs.step(forward_batch, output, batch.has_grammar)
@@ -497,7 +497,7 @@ class DFlashWorker(BaseSpecWorker):
             self._seconds_per_kv_token = self._of_first_rank(seconds)
             # Ranks, which must choose the same, have hosts of different paces.
             if get_parallel().tp_group.world_size == 1:
-                self._pace, self._cycle_ended = HostPace(), torch.cuda.Event()
+                self._pace, self._cycle_ended = HostPace(SETTINGS.learned_every), torch.cuda.Event()
 
     @staticmethod
     def _of_first_rank(seconds: float) -> float:
@@ -527,6 +527,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
+        if self._pace is not None:
+            self._pace.read_result(time.perf_counter())
         accepted, ranks = self._tree_counts.complete(), []
         if not self._cycle.verifies_trees:
             width = self._width.complete(num_correct_drafts_per_req)

@@ -141,9 +141,8 @@ def test_a_choice_is_for_several_cycles_of_as_many_requests():
     width = chains(lambda bs, rows: bs * rows, chosen_every=4)
     # Drafts are taken to be accepted until it is known, so all widths are as good at first.
     assert width.again(8) is None
-    assert width.choose(8) == 1 and not width.ends_choice
-    assert [(width.again(8), width.ends_choice) for _ in range(3)] == [(1, False), (1, False), (1, True)]
-    assert width.again(8) is None
+    assert width.choose(8) == 1
+    assert [width.again(8) for _ in range(4)] == [1, 1, 1, None]
     width.choose(8)
     assert width.again(4) is None
     assert width.choose(4) == 1
@@ -178,59 +177,90 @@ def test_rows_that_the_host_leaves_time_for_are_verified():
     assert set(chosen[300:]) == {8, 12} and chosen[300:].count(8) > 90
 
 
-def steps(pace: HostPace, seconds: list[float | None], bs: int = 8) -> None:
-    """Cycles that the host launches the next one so long after, or, None, while they still run, which takes 6."""
-    for between in seconds:
-        pace.begin_step()
-        pace.begin_cycle(10.0, bs)
+class Host:
+    """Launches cycles: `begins` seconds after a launch it waits until `ready` for the result of the cycle before, and
+    `rest` later it launches the next one, if that is still to be waited for."""
+
+    def __init__(self, measured_every: int = 1) -> None:
+        self.pace, self._measured_every = HostPace(measured_every), measured_every
+
+    def cycle(self, bs: int, begins: float, rest: float, ready: float = 0.0, gpu_seconds: float = 0.0) -> None:
+        pace = self.pace
+        for _ in range(self._measured_every):
+            pace.begin_step()
+        assert pace.is_due
+        pace.begin_cycle(100.0, bs)
+        read = max(begins, ready)
+        pace.read_result(100.0 + read)
         pace.begin_step()
         assert pace.is_measuring
-        pace.end_cycle(10.0 + (between or 6.0), has_gpu_waited=between is not None)
+        pace.end_cycle(100.0 + read + rest, has_gpu_waited=gpu_seconds <= read + rest)
 
 
 def test_host_pace():
-    pace = HostPace()
+    host = Host()
+    pace = host.pace
     assert pace.seconds(8, 3.0) == 3.0
-    steps(pace, [None] * 3)
-    assert pace.seconds(8, 3.0) == 3.0
-    # Known at once, and of these requests only.
-    steps(pace, [5.0])
-    assert pace.seconds(8, 3.0) == 5.0 and pace.seconds(8, 7.0) == 7.0 and pace.seconds(16, 3.0) == 3.0
+    # Known at once.
+    host.cycle(8, begins=1.0, rest=4.0)
+    assert pace.seconds(8, 3.0) == 5.0 and pace.seconds(8, 7.0) == 7.0
     # A pause does not count for what it is.
-    steps(pace, [5.0] * SETTINGS.paces + [90.0])
+    for _ in range(SETTINGS.paces):
+        host.cycle(8, begins=1.0, rest=4.0)
+    host.cycle(8, begins=1.0, rest=89.0)
     assert 5.0 < pace.seconds(8, 3.0) < 6.0
     # A host that is now faster than the GPU and now slower: both wait for each other.
-    steps(pace, [4.0, 8.0] * SETTINGS.paces)
+    for rest in [3.0, 7.0] * SETTINGS.paces:
+        host.cycle(8, begins=1.0, rest=rest)
     assert [pace.seconds(8, gpu) for gpu in (3.0, 6.0, 9.0)] == pytest.approx([6.0, 7.0, 9.0])
 
 
-def test_a_host_that_is_not_waited_for_is_found_out_again():
-    pace = HostPace()
-    steps(pace, [5.0] * SETTINGS.paces)
-    paces = []
-    for _ in range(30):
-        steps(pace, [None])
-        paces.append(pace.seconds(8, 1.0))
-    assert paces == sorted(paces, reverse=True) and 2.0 < paces[-1] < 5.0
-    # As soon as the GPU waits, however long it has not.
-    steps(pace, [None] * 1000)
-    steps(pace, [9.0] * SETTINGS.paces)
-    assert pace.seconds(8, 1.0) == 9.0
-    # What took the GPU 6 took the host no longer.
-    steps(pace, [None] * SETTINGS.paces)
-    assert pace.seconds(8, 1.0) < 6.0
+def test_host_pace_of_batches_about_as_large():
+    """With many clients a batch has as many requests as before in few cycles; each must not be unknown anew."""
+    host = Host()
+    for bs in (57, 64, 60, 61):
+        host.cycle(bs, begins=1.0, rest=7.0)
+    host.cycle(9, begins=1.0, rest=3.0)
+    assert [host.pace.seconds(bs, 2.0) for bs in (1, 9, 16)] == [4.0] * 3
+    assert [host.pace.seconds(bs, 2.0) for bs in (33, 62, 64, 90)] == [8.0] * 4
+
+
+def test_a_host_that_waits_for_the_gpu():
+    host = Host()
+    # The GPU is the slower one: only what follows the wait is known of the host.
+    host.cycle(8, begins=1.0, ready=5.0, rest=2.0, gpu_seconds=9.0)
+    assert host.pace.seconds(8, 1.0) == 2.0
+    # What comes before it is known once the GPU has waited.
+    host = Host()
+    host.cycle(8, begins=1.0, rest=2.0)
+    for _ in range(SETTINGS.paces):
+        host.cycle(8, begins=1.0, ready=5.0, rest=4.0, gpu_seconds=10.0)
+    assert host.pace.seconds(8, 1.0) == pytest.approx(5.0)
 
 
 def test_host_pace_is_that_between_two_cycles():
-    pace = HostPace()
+    pace = HostPace(measured_every=4)
     pace.begin_step()
-    assert not pace.is_measuring
+    assert pace.is_due and not pace.is_measuring
     pace.begin_cycle(10.0, 8)
     # A prefill.
     pace.begin_step()
-    assert pace.is_measuring
+    assert pace.is_due and pace.is_measuring
     pace.begin_step()
     assert not pace.is_measuring
+    pace.begin_cycle(20.0, 8)
+    pace.begin_step()
+    # The host has waited for the prefill.
+    pace.end_cycle(29.0, has_gpu_waited=False)
+    assert pace.is_due and pace.seconds(8, 3.0) == 3.0
+    pace.begin_cycle(30.0, 8)
+    pace.begin_step()
+    pace.end_cycle(35.0, has_gpu_waited=True)
+    assert pace.seconds(8, 3.0) == 5.0
+    assert not pace.is_due
+    for _ in range(4):
+        pace.begin_step()
+    assert pace.is_due
 
 
 def test_another_text_is_learned():
