@@ -22,8 +22,8 @@ class Settings:
         paces: the last so many cycles that were looked at tell how long the host takes for one.
         newest: what the last cycle of a kind counts in the time that cycles of that kind are taken to need.
         decay: what is left of a count of accepted drafts after another cycle: acceptance is that of the last hundred.
-        learned_every: cycles of one number of rows whose results are learned from at once, and that a choice is for,
-            where a GPU may be waiting for the host.
+        learned_every: cycles of one number of rows whose results are learned from at once, that a choice is for, and
+            of which one is measured, where a GPU may be waiting for the host.
         tried_at_once: where a cycle tries more drafts than this, it counts as several.
         doubt: how many times the seconds that were measured on a CPU more rows than one are taken to need.
         fading: what is left of the seconds that a width is taken to need after a cycle of another width.

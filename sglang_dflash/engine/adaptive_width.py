@@ -239,8 +239,22 @@ class _Paces:
     had the result of the cycle before, which it did not wait for."""
 
     def __init__(self) -> None:
-        self.host: deque[float] = deque(maxlen=SETTINGS.paces)
+        self._host: deque[float] = deque(maxlen=SETTINGS.paces)
         self.until_read: deque[float] = deque(maxlen=SETTINGS.paces)
+        # The former, ascending, and sums of all but the first 0, 1, ... of them: they are asked for often.
+        self._ascending: list[float] = []
+        self._sums: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        # One that was held up, by a pause say, does not count as what it took.
+        self._host.append(min(seconds, 2 * median(self._host)) if self._host else seconds)
+        self._ascending = sorted(self._host)
+        self._sums = [*accumulate(reversed(self._ascending), initial=0.0)][::-1]
+
+    def mean(self, gpu_seconds: float) -> float:
+        """Of what these cycles would have taken, had the GPU needed so long."""
+        shorter = bisect_left(self._ascending, gpu_seconds)
+        return (shorter * gpu_seconds + self._sums[shorter]) / len(self._ascending)
 
 
 class HostPace:
@@ -302,8 +316,7 @@ class HostPace:
             seconds += (median(paces.until_read) if paces.until_read else 0.0) - until_read
         elif has_read:
             paces.until_read.append(until_read)
-        # One that was held up, by a pause say, does not count as what it took.
-        paces.host.append(min(seconds, 2 * median(paces.host)) if paces.host else seconds)
+        paces.add(seconds)
         self._due = self._steps + self._measured_every
 
     def seconds(self, bs: int, gpu_seconds: float) -> float:
@@ -311,8 +324,9 @@ class HostPace:
         if not self._paces:
             return gpu_seconds
         size = _size(bs)
-        host = self._paces[min(self._paces, key=lambda other: abs(other - size))].host
-        return sum([max(seconds, gpu_seconds) for seconds in host]) / len(host)
+        if size not in self._paces:
+            size = min(self._paces, key=lambda other: abs(other - size))
+        return self._paces[size].mean(gpu_seconds)
 
 
 class VerifyWidth:
@@ -330,29 +344,29 @@ class VerifyWidth:
             cost: what a cycle of bs requests with W rows each takes, in any unit: `cost(bs, W)`; 0 has to be found out,
                 the narrowest first. Equal on every rank.
             gains: of all rows.
-            chosen_every: cycles of as many requests that a choice is for.
+            chosen_every: cycles that a choice is for, as far as they have as many requests.
         """
         self._widths, self._cost, self._gains = tuple(widths), cost, gains
         self._chosen_every = chosen_every
-        # The last choice, what its cycle costs, the requests and further cycles that it is for.
-        self._chosen, self._chosen_cost, self._chosen_bs, self._cycles_left = 0, 0.0, 0, 0
+        # By the number of requests: the width and what its cycle costs. And the cycles since these were all forgotten.
+        self._choices: dict[int, tuple[int, float]] = {}
+        self._cycles = 0
         # What cycles have cost since one last had more rows than were best.
         self._since = 0.0
         # Of the cycles whose results have not been seen, in order.
         self._pending: deque[int] = deque()
 
     def again(self, bs: int) -> int | None:
-        """The width of the next cycle, of bs requests, where the last choice is for it too; None: it has to be chosen.
+        """The width of the next cycle, of bs requests, where a choice is for it too; None: it has to be chosen.
 
         What a choice follows from changes little in a few cycles, and looking at all of it takes longer than most of
         what the host does for a cycle.
         """
-        if not self._cycles_left or bs != self._chosen_bs:
+        if bs not in self._choices:
             return None
-        self._cycles_left -= 1
-        self._since += self._chosen_cost
-        self._pending.append(self._chosen)
-        return self._chosen
+        width, cost = self._choices[bs]
+        self._begin(width, cost)
+        return width
 
     def choose(self, bs: int, more: float = 0.0, paced: Callable[[int, float], float] | None = None) -> int:
         """The width of the next cycle, of bs requests.
@@ -361,28 +375,38 @@ class VerifyWidth:
             more: what it costs besides, whatever the width.
             paced: what it costs where that is not all: `paced(bs, cost)`.
         """
-        best, cost, is_trial = self._widths[-1], 0.0, False
-        known = {width: self._cost(bs, width) for width in self._widths} if len(self._widths) > 1 else {}
+        best, cost, is_trial = len(self._widths) - 1, 0.0, False
+        costs = [self._cost(bs, width) for width in self._widths] if best else [math.inf]
         # Without a graph all rows are verified.
-        if min(known.values(), default=math.inf) < math.inf:
-            tokens = self._gains.expected_tokens()
-            costs = {width: cost and cost + more for width, cost in known.items()}
+        if min(costs) < math.inf:
+            costs = [cost and cost + more for cost in costs]
             if paced is not None:
-                costs = {width: paced(bs, cost) for width, cost in costs.items()}
-            best = max(self._widths, key=lambda w: tokens[w - 1] / costs[w] if costs[w] else math.inf)
-            if costs[best]:
+                costs = [paced(bs, cost) for cost in costs]
+            tokens = self._gains.expected_tokens()
+            rates = [
+                tokens[width - 1] / cost if cost else math.inf for width, cost in zip(self._widths, costs, strict=True)
+            ]
+            best = rates.index(max(rates))
+            cost = costs[best]
+            if cost:
                 # What more rows would give becomes known by trying them.
-                wider = next((w for w in self._widths if w > best and costs[w] < math.inf), best)
+                wider = next((i for i in range(best + 1, len(costs)) if costs[i] < math.inf), best)
                 is_trial = self._since >= SETTINGS.explore_every * costs[wider]
                 if is_trial:
-                    best, self._since = wider, 0.0
-                else:
-                    cost = costs[best]
-                    self._since += cost
-        self._chosen, self._chosen_cost, self._chosen_bs = best, cost, bs
-        self._cycles_left = 0 if is_trial else self._chosen_every - 1
-        self._pending.append(best)
-        return best
+                    best, cost, self._since = wider, 0.0, 0.0
+        width = self._widths[best]
+        if not is_trial:
+            self._choices[bs] = width, cost
+        self._begin(width, cost)
+        return width
+
+    def _begin(self, width: int, cost: float) -> None:
+        self._since += cost
+        self._pending.append(width)
+        self._cycles += 1
+        if self._cycles >= self._chosen_every:
+            self._choices.clear()
+            self._cycles = 0
 
     def complete(self, result: Sequence[int] | None, cycles: int = 1) -> int:
         """The oldest cycle whose end had not been seen has ended.

@@ -143,10 +143,12 @@ def test_a_choice_is_for_several_cycles_of_as_many_requests():
     assert width.again(8) is None
     assert width.choose(8) == 1
     assert [width.again(8) for _ in range(4)] == [1, 1, 1, None]
+    # Clients come and go, and numbers of requests come again.
     width.choose(8)
     assert width.again(4) is None
     assert width.choose(4) == 1
-    assert width.again(8) is None
+    assert width.again(8) == width.again(4) == 1
+    assert width.again(8) is width.again(4) is None
 
 
 def test_a_trial_of_more_rows_is_for_one_cycle():
