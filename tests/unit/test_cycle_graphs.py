@@ -1,0 +1,53 @@
+"""Which graphs there are beside those of all rows, by what the graphs take."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.engine import graphs
+from sglang_dflash.engine.graphs import CycleGraphs
+
+
+class Runner:
+    """A `CycleGraphRunner` whose replays take a given time."""
+
+    def __init__(self, width, times, min_bs=1):
+        self.width, self._times, self.min_bs = width, times, min_bs
+        self.capture_bs = [bs for bs in (1, 2, 4, 8, 16) if bs >= min_bs]
+
+    def narrower(self, width, min_bs):
+        return Runner(width, self._times, min_bs)
+
+    def has(self, bs):
+        return self.min_bs <= bs <= 16
+
+    def padded(self, bs):
+        return min(size for size in self.capture_bs if size >= bs)
+
+    def seconds(self, bs):
+        return self._times(bs, self.width)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    group = SimpleNamespace(broadcast_object=lambda seconds, src: seconds)
+    monkeypatch.setattr(graphs, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(graphs, "log_info_on_rank0", lambda logger, message: None)
+
+
+@pytest.mark.parametrize(("free_rows", "min_bs"), [(15, 1), (40, 3), (64, 5), (100, 5), (200, 9)])
+def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, min_bs):
+    built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 4, 8, 12))
+
+    assert built.widths == (1, 4, 8, 12, 16)
+    # Batches that are padded to the smallest of these sizes have them too.
+    assert [built[width].min_bs for width in built.widths] == [1, 1, min_bs, min_bs, 1]
+    for bs in range(1, 17):
+        has_cost = [built.cost(built.padded(bs), width) < math.inf for width in built.widths]
+        assert has_cost == [built[width].has(bs) for width in built.widths]
+
+
+def test_none_are_between_where_rows_are_free():
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).widths == (1, 4, 16)
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).widths == (16,)
