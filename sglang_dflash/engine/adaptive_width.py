@@ -146,8 +146,7 @@ class _Average:
 
     def add(self, bs: int, seconds: float) -> None:
         self.bs += SETTINGS.newest * (bs - self.bs)
-        # One that was held up, by a pause say, does not count as what it took.
-        self.seconds += SETTINGS.newest * (min(seconds, 2 * self.seconds) - self.seconds)
+        self.seconds += SETTINGS.newest * (_without_pause(seconds, self.seconds) - self.seconds)
 
 
 class MeasuredCost:
@@ -216,6 +215,11 @@ class MeasuredCost:
         self._has_begun.add((size, width))
 
 
+def _without_pause(seconds: float, usual: float) -> float:
+    """A cycle that was held up, by a pause say, does not count as what it took."""
+    return min(seconds, 2 * usual)
+
+
 def _size(bs: int) -> int:
     """Batches of 5 to 8 requests, of 9 to 16 and so on are of one size."""
     return (bs - 1).bit_length()
@@ -246,8 +250,7 @@ class _Paces:
         self._sums: list[float] = []
 
     def add(self, seconds: float) -> None:
-        # One that was held up, by a pause say, does not count as what it took.
-        self._host.append(min(seconds, 2 * median(self._host)) if self._host else seconds)
+        self._host.append(_without_pause(seconds, median(self._host)) if self._host else seconds)
         self._ascending = sorted(self._host)
         self._sums = [*accumulate(reversed(self._ascending), initial=0.0)][::-1]
 
@@ -263,8 +266,8 @@ class HostPace:
     Under overlap scheduling the host prepares a step while the cycle before it runs. Where that has ended by the time
     that the next can be launched, as small targets' does, rows that the GPU would have computed meanwhile cost nothing.
     Hosts are slower for a while now and then, and a cycle takes what either needs: the mean over the last few counts.
-    Batches of 5 to 8 requests, of 9 to 16 and so on are of one size: clients come and go, and a batch has as many
-    requests as before in few cycles.
+    Batches of one size (:func:`_size`) share it: clients come and go, and in few cycles a batch has as many requests as
+    before.
     """
 
     def __init__(self, measured_every: int) -> None:
@@ -376,15 +379,16 @@ class VerifyWidth:
             paced: what it costs where that is not all: `paced(bs, cost)`.
         """
         best, cost, is_trial = len(self._widths) - 1, 0.0, False
-        costs = [self._cost(bs, width) for width in self._widths] if best else [math.inf]
+        costs = [self._cost(bs, width) for width in self._widths] if len(self._widths) > 1 else [math.inf]
         # Without a graph all rows are verified.
         if min(costs) < math.inf:
-            costs = [cost and cost + more for cost in costs]
+            costs = [known and known + more for known in costs]
             if paced is not None:
-                costs = [paced(bs, cost) for cost in costs]
+                costs = [paced(bs, known) for known in costs]
             tokens = self._gains.expected_tokens()
             rates = [
-                tokens[width - 1] / cost if cost else math.inf for width, cost in zip(self._widths, costs, strict=True)
+                tokens[width - 1] / known if known else math.inf
+                for width, known in zip(self._widths, costs, strict=True)
             ]
             best = rates.index(max(rates))
             cost = costs[best]

@@ -488,7 +488,7 @@ class DFlashWorker(BaseSpecWorker):
             self._width = VerifyWidth(widths, cost, gains)
             return
         self._graphs = CycleGraphs(whole, widths[:-1])
-        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains, SETTINGS.learned_every)
+        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains, learned_every)
         if len(self._graphs.widths) > 1:
             # Cycles were timed without contexts, whose keys and values are read as fast as memory gives them.
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
@@ -497,7 +497,7 @@ class DFlashWorker(BaseSpecWorker):
             self._seconds_per_kv_token = self._of_first_rank(seconds)
             # Ranks, which must choose the same, have hosts of different paces.
             if get_parallel().tp_group.world_size == 1:
-                self._pace, self._cycle_ended = HostPace(SETTINGS.learned_every), torch.cuda.Event()
+                self._pace, self._cycle_ended = HostPace(learned_every), torch.cuda.Event()
 
     @staticmethod
     def _of_first_rank(seconds: float) -> float:
