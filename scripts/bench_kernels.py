@@ -32,6 +32,7 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
+from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.shortlist_top import group_size, num_candidates, quantize_rows
 from sglang_dflash.types import (
@@ -134,14 +135,30 @@ def top_columns(bs: int, args: argparse.Namespace) -> Case:
 
 
 def grow_trees(bs: int, args: argparse.Namespace) -> Case:
+    """Of texts that have about every second pair of candidates."""
     shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
-    inputs = (integers(args.vocab, bs), integers(args.vocab, *shape), logits, logits.logsumexp(dim=-1))
+    candidates = integers(args.vocab, *shape)
+    inputs = (integers(args.vocab, bs), candidates, logits, logits.logsumexp(dim=-1))
+    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
+    tables.scatter_(1, places[..., ::2].flatten(1), tags[..., ::2].flatten(1))
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     trees = Trees.empty(bs, BLOCK_SIZE, DEVICE)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
     num_bytes = sum(tensor.nbytes for tensor in (*inputs, *vars(trees).values())) + bs * (3 * 8 + BLOCK_SIZE * 4)
-    return Case((*inputs, is_chain, seq_lens(bs, args), rows(bs), slots, trees), num_bytes)
+    num_bytes += places.numel() * TABLE_DTYPE.itemsize
+    # Each request has its own row.
+    rows_of = torch.arange(bs, device=DEVICE)
+    return Case((*inputs, tables, is_chain, seq_lens(bs, args), rows_of, slots, trees), num_bytes)
+
+
+def add_bigrams(bs: int, args: argparse.Namespace) -> Case:
+    tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
+    tokens, lens = integers(args.vocab, bs, BLOCK_SIZE), accept_lens(bs)
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = int(lens.sum()) * (8 + TABLE_DTYPE.itemsize) + bs * 4 * 8
+    return Case((tables, rows(bs), integers(args.vocab, bs), tokens, lens, is_chain), num_bytes)
 
 
 def accept_paths(bs: int, args: argparse.Namespace) -> Case:
@@ -387,6 +404,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     top_columns,
     grow_trees,
     accept_paths,
+    add_bigrams,
     count_paths,
     move_kv,
     gather_window,

@@ -3,6 +3,7 @@ requests whose drafts are the target's own continuation with errors (`oracle_dra
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import torch
 from engine_process import run
 from ties import describe_difference, first_difference
 
-from sglang_dflash.oracle.tree import grow_tree
+from sglang_dflash.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree
 
 BLOCK_SIZE = 16
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
@@ -255,30 +256,39 @@ def candidate_logits() -> list[list[float]]:
     ]
 
 
-def tree_paths(num_nodes: int) -> set[tuple[int, ...]]:
-    """All paths of a tree from the root on, as ranks of candidates."""
-    log_probs = torch.tensor(candidate_logits()).log_softmax(dim=-1)
-    tree = grow_tree(log_probs, torch.arange(NUM_CANDIDATES), num_nodes, NUM_CANDIDATES)
-    paths = [()]
-    for node in range(1, num_nodes):
-        paths.append((*paths[tree.parents[node]], int(tree.tokens[node - 1])))
-    return set(paths)
+def candidates(token: int, position: int) -> list[int]:
+    """Of a tree: the token to draft, and others; as `oracle_drafts.Drafts.candidates` has them."""
+    own = position % NUM_RANKS
+    return [token if rank == own else (token + 2 + rank) % VOCAB_SIZE for rank in range(NUM_CANDIDATES)]
+
+
+def grown_tree(text: list[int], drafted: list[int], num_nodes: int) -> Tree:
+    """What is verified behind a text.
+
+    Args:
+        drafted: from there on; nothing is, behind its end, but token 0.
+    """
+    rows = torch.tensor(candidate_logits()).log_softmax(dim=-1)
+    log_probs = torch.full((len(rows), VOCAB_SIZE), -torch.inf)
+    for depth, row in enumerate(rows):
+        token = drafted[depth] if depth < len(drafted) else 0
+        log_probs[depth, candidates(token, len(text) + depth)] = row
+    return grow_tree(Drafts(log_probs, torch.arange(VOCAB_SIZE), NUM_CANDIDATES, Text(text)), num_nodes)
 
 
 def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], num_nodes: int | None = None) -> int:
     """Cycles of a request whose answer is `answer`: each ends with the token behind the last draft that is right, and
     that a tree has."""
-    paths = {(0,) * n for n in range(BLOCK_SIZE)} if num_nodes is None else tree_paths(num_nodes)
-    ranks = 1 if num_nodes is None else NUM_RANKS
     written, cycles = 1, 0
     while written < len(answer):
-        path = ()
-        for i in range(written, len(answer)):
-            further = (*path, (len(prompt) + i) % ranks)
-            if drafted[i] != answer[i] or further not in paths:
-                break
-            path = further
-        written, cycles = written + len(path) + 1, cycles + 1
+        if num_nodes is None:
+            of_block = range(written, min(len(answer), written + BLOCK_SIZE - 1))
+            num_right = len([*itertools.takewhile(lambda i: drafted[i] == answer[i], of_block)])
+        else:
+            tree = grown_tree(prompt + answer[:written], drafted[written:], num_nodes)
+            wanted = answer[written:] + [-1] * BLOCK_SIZE
+            num_right = len(accept_path(tree, torch.tensor([wanted[depth] for depth in tree.depths]))) - 1
+        written, cycles = written + num_right + 1, cycles + 1
     return cycles
 
 

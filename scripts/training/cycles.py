@@ -11,15 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash import ops
+from sglang_dflash.ops.bigrams import tables_of
 from sglang_dflash.types import Trees
 
 
-def num_correct_in_trees(logits: Tensor, labels: Tensor, sizes: Sequence[int], num_candidates: int) -> Tensor:
+def num_correct_in_trees(
+    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, sizes: Sequence[int], num_candidates: int
+) -> Tensor:
     """How many tokens of the target's text are on a path of each block's tree, from the root on.
 
     Args:
         logits: [M, B - 1, vocab], the drafter's, of M blocks.
         labels: [M, B - 1] int64, the tokens that the target wrote; -1 behind its text.
+        texts: [M, T] int64, before each block and with the token that it begins with.
+        lens: [M] int64, tokens of those.
         sizes: of trees, in nodes, the root among them.
         num_candidates: at each depth, at most 16.
 
@@ -30,15 +35,16 @@ def num_correct_in_trees(logits: Tensor, labels: Tensor, sizes: Sequence[int], n
     values, columns, log_sums = ops.top_columns(logits.flatten(0, 1), num_candidates)
     candidates, values = (best.view(num_blocks, depths, -1) for best in (columns, values))
     log_sums = log_sums.view(num_blocks, depths)
-    # Of requests that share a row of slots, all without a context: a node's position is its depth.
+    # Of requests without a context: a node's position is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
+    rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
     num_correct = []
     for num_nodes in sizes:
         trees = Trees.empty(num_blocks, num_nodes, logits.device)
-        slots = torch.zeros((1, num_nodes), dtype=torch.int32, device=logits.device)
-        ops.grow_trees(zeros, candidates, values, log_sums, zeros, zeros, zeros, slots, trees)
+        slots = torch.zeros((num_blocks, num_nodes), dtype=torch.int32, device=logits.device)
+        ops.grow_trees(zeros, candidates, values, log_sums, tables, zeros, zeros, rows, slots, trees)
         tokens, node_depths = (rows.view(num_blocks, num_nodes) for rows in (trees.tokens, trees.positions))
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
         num_correct.append(accepted.accept_lens.to(torch.int64) - 1)

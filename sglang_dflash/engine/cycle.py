@@ -311,14 +311,19 @@ class DecodeCycle:
             accepted = self._simulated(accepted, block_tokens, seq_lens)
         return accepted
 
-    def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> None:
+    def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> Acceptance:
         """Accept other tokens in some blocks of a step. Their context is appended by `append_again`.
 
         Args:
             index: [n] int64, places in the batch.
             target_tokens: [n, W] int64, the target's choice after every token of their blocks.
+
+        Returns:
+            what these n requests accept.
         """
-        step.accepted.put(index, self._accept(step.block_tokens[index], target_tokens, step.batch.seq_lens[index]))
+        accepted = self._accept(step.block_tokens[index], target_tokens, step.batch.seq_lens[index])
+        step.accepted.put(index, accepted)
+        return accepted
 
     def append_again(self, step: Step, index: torch.Tensor) -> None:
         """Append the tokens to the drafter's context that some requests were found to accept after the others.

@@ -18,9 +18,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import TreeAttentionBackend
-from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled
+from sglang_dflash.draft.bigrams import Bigrams
+from sglang_dflash.engine.cycle import DecodeCycle, Forwards, Settled, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.types import Block, Trees
+from sglang_dflash.verify.acceptance import Acceptance
 
 
 class TreeCycle(DecodeCycle):
@@ -30,18 +32,26 @@ class TreeCycle(DecodeCycle):
     verifies_trees = True
 
     def __init__(
-        self, *args, num_nodes: int, num_candidates: int, counts_accepted: bool, attention: TreeAttentionBackend
+        self,
+        *args,
+        num_nodes: int,
+        num_candidates: int,
+        bigrams: Bigrams,
+        counts_accepted: bool,
+        attention: TreeAttentionBackend,
     ) -> None:
         """
         Args:
             num_nodes: N, at most.
             num_candidates: of a row of the drafter, that may be in a tree.
+            bigrams: of all running requests, as of their last cycles or prefills.
             counts_accepted: whether somebody asks for `Settled.tree_counts`.
             attention: of the target's forwards.
             args: as those of `DecodeCycle`.
         """
         super().__init__(*args)
         self.num_rows, self._num_candidates = num_nodes, num_candidates
+        self._bigrams = bigrams
         self.verify_attention = attention
         # By the nodes of a tree: see `Settled.tree_counts`. CUDA graphs hold its address.
         self._counts = None
@@ -90,6 +100,7 @@ class TreeCycle(DecodeCycle):
         ops.grow_trees(
             block_tokens[:, 0],
             *candidates,
+            self._bigrams.tables,
             block.is_chain,
             batch.seq_lens,
             batch.req_pool_indices,
@@ -113,6 +124,8 @@ class TreeCycle(DecodeCycle):
         if self._simulated is not None:
             accepted = self._simulated(accepted, tokens[:, :max_len], batch.seq_lens)
             paths.copy_(torch.arange(max_len, device=paths.device))
+        # Those of other requests are not decided yet (`overrule`).
+        self._bigrams.add(batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
         self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
         counts = None
@@ -129,6 +142,11 @@ class TreeCycle(DecodeCycle):
                 batch.req_pool_indices,
             )
         return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
+
+    def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> Acceptance:
+        accepted = super().overrule(step, index, target_tokens)
+        self._bigrams.add(step.batch.req_pool_indices[index], step.block_tokens[index, 0], accepted)
+        return accepted
 
     def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
         return block.out_cache_loc

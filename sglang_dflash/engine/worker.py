@@ -40,6 +40,7 @@ from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.cpu import packed_linear
+from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
@@ -123,6 +124,7 @@ class DFlashWorker(BaseSpecWorker):
         # Request slots are no more than running requests, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
         self._sampler = BlockSampler(target_worker.model_runner, num_slots, tp_group)
+        self._bigrams = Bigrams(num_slots, self.device) if self._num_candidates > 1 else None
         # Equal on all tensor-parallel ranks, which run the same cycles.
         self._seeds = random.Random(target_worker.random_seed)
         self._mask_token_id = draft_model.dflash_config.mask_token_id
@@ -332,6 +334,8 @@ class DFlashWorker(BaseSpecWorker):
         backend = self.target_worker.model_runner.prefill_attention_backend_str
         positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
         plan, result.kv_loc_plan = result.kv_loc_plan, None
+        if self._bigrams is not None:
+            self._bigrams.begin(batch, extend_lens.cumsum(0) - 1, result.next_token_ids)
         output = result.logits_output
         self._cycle.append_prompt(output, positions, plan)
         output.hidden_states = self._prompt_hidden_states(batch, output, extend_lens)
@@ -435,6 +439,7 @@ class DFlashWorker(BaseSpecWorker):
             *arguments,
             num_nodes=get_spec().speculative_num_draft_tokens,
             num_candidates=self._num_candidates,
+            bigrams=self._bigrams,
             counts_accepted=get_spec().speculative_adaptive or self._metrics.are_exported,
             attention=TreeAttentionBackend(target_runner),
         )
@@ -450,7 +455,7 @@ class DFlashWorker(BaseSpecWorker):
             )
             return
         log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
-        self._num_candidates = 1
+        self._num_candidates, self._bigrams = 1, None
         tp_group = get_parallel().tp_group
         self._head = DraftHead.of(self.draft_model_runner.model, target_runner.model.lm_head, tp_group, k=1)
 
@@ -520,7 +525,11 @@ class DFlashWorker(BaseSpecWorker):
                 "target": self._kv_memory.target_bytes_per_token,
                 "drafter": self._kv_memory.drafter_bytes_per_token,
             },
-            "cycle_bytes": asdict(self._cycle_memory) | {"penalties": self._sampler.penalty_bytes},
+            "cycle_bytes": asdict(self._cycle_memory)
+            | {
+                "penalties": self._sampler.penalty_bytes,
+                "bigrams": 0 if self._bigrams is None else self._bigrams.nbytes,
+            },
             "recurrent_states": None if self._states is None else self._states.describe(),
             **self._metrics.snapshot(),
         }

@@ -7,6 +7,7 @@ import torch
 if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.accept_paths import accept_paths
     from sglang_dflash.ops.kernels.accept_prefix import accept_prefix
+    from sglang_dflash.ops.kernels.add_bigrams import add_bigrams
     from sglang_dflash.ops.kernels.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
@@ -30,6 +31,7 @@ if torch.cuda.is_available():
 else:
     from sglang_dflash.ops.reference.accept_paths import accept_paths
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
+    from sglang_dflash.ops.reference.add_bigrams import add_bigrams
     from sglang_dflash.ops.reference.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
@@ -54,6 +56,7 @@ else:
 __all__ = [
     "accept_paths",
     "accept_prefix",
+    "add_bigrams",
     "add_rms_norm",
     "apply_penalties",
     "attend_trees",

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from sglang_dflash.oracle.drafter import LayerKV, ReferenceDrafter
-from sglang_dflash.oracle.tree import Tree, accept_path, grow_tree, margin
+from sglang_dflash.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def dflash_generate(
             draft_tokens = drafter.token_ids[draft_logits.argmax(-1)]
             accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
         else:
-            log_probs, token_ids = draft_logits.float().log_softmax(-1), drafter.token_ids
-            tree = grow_tree(log_probs, token_ids, num_nodes, num_candidates)
+            log_probs, text = draft_logits.float().log_softmax(-1), Text(input_ids.tolist() + tokens)
+            drafts = Drafts(log_probs, drafter.token_ids, num_candidates, text)
+            tree = grow_tree(drafts, num_nodes)
             path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
             accepted = target_tokens[path].tolist()
-            of_cycle = margin(tree, path, target_tokens, log_probs, token_ids, num_candidates)
-            least_margin = min(least_margin, of_cycle)
+            least_margin = min(least_margin, margin(tree, path, target_tokens, drafts))
         tokens += accepted
         accept_lengths.append(len(accepted))
 

@@ -1,8 +1,10 @@
 import itertools
+import math
 
 import pytest
 import torch
 
+from sglang_dflash.ops.bigrams import LOG_WEIGHT, TABLE_SIZE, locate, tables_of
 from sglang_dflash.ops.kernels.grow_trees import grow_trees
 from sglang_dflash.ops.reference.grow_trees import grow_trees as reference
 from sglang_dflash.types import Trees
@@ -10,20 +12,37 @@ from sglang_dflash.types import Trees
 VOCAB = 1000
 
 
-def arguments(requests, depths, k, device, is_chain=None):
+def tables_with(candidates, share):
+    """For each request and three more, with this share of the pairs of candidates that may follow each other."""
+    requests, depths, _ = candidates.shape
+    tables = torch.zeros(requests + 3, TABLE_SIZE, dtype=torch.int16, device=candidates.device)
+    if requests and depths:
+        places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+        is_seen = torch.rand(places.shape, device=places.device) < share
+        for request in range(requests):
+            tables[request, places[request][is_seen[request]]] = tags[request][is_seen[request]]
+    return tables
+
+
+def arguments(requests, depths, k, device, is_chain=None, share=0.3):
     """All but the trees; of the first requests the drafter is unsure, and their trees are bushes."""
     logits = torch.randn(requests, depths, k, device=device).sort(dim=-1, descending=True).values
     logits *= torch.linspace(1, 9, requests, device=device)[:, None, None]
     seq_lens = torch.randint(0, 50, (requests,), device=device)
+    candidates = torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous()
+    rows = torch.randperm(requests + 3, device=device)[:requests]
+    tables = tables_with(candidates, share)
+    tables[rows] = tables[:requests].clone()
     return (
         # A column of the blocks.
         torch.randint(0, VOCAB, (requests, 3), device=device)[:, 0],
-        torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous(),
+        candidates,
         logits,
         logits.logsumexp(dim=-1) + torch.rand(requests, depths, device=device),
+        tables,
         torch.zeros_like(seq_lens) if is_chain is None else is_chain,
         seq_lens,
-        torch.randperm(requests + 3, device=device)[:requests],
+        rows,
         torch.randint(0, 2**31 - 1, (requests + 3, 120), dtype=torch.int32, device=device),
     )
 
@@ -69,7 +88,7 @@ def test_matches_reference(requests, num_nodes, depths, k, device):
 @pytest.mark.parametrize("num_nodes", [16, 40])
 def test_equally_probable_paths(num_nodes, device):
     """And some that are no less probable than their beginnings, or impossible."""
-    args = list(arguments(4, 7, 4, device))
+    args = list(arguments(4, 7, 4, device, share=0))
     args[2] = torch.randint(-2, 1, (4, 7, 4), device=device).float().sort(dim=-1, descending=True).values
     args[3] = torch.zeros(4, 7, device=device)
     args[2][3, :, 1:] = float("-inf")
@@ -85,7 +104,9 @@ def test_by_hand(grow, device):
     logits = tensor([[[0.6, 0.4], [0.9, 0.1]]] * 2, torch.float32).log() + 3
     log_sums = torch.full((2, 2), 3.0, device=device)
     table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
-    args = (tensor([7, 8]), candidates, logits, log_sums, tensor([0, 1]), tensor([5, 10]), tensor([1, 0]), table)
+    bigrams = torch.zeros(2, TABLE_SIZE, dtype=torch.int16, device=device)
+    is_chain, seq_lens, rows = tensor([0, 1]), tensor([5, 10]), tensor([1, 0])
+    args = (tensor([7, 8]), candidates, logits, log_sums, bigrams, is_chain, seq_lens, rows, table)
     trees = grown(grow, args, 5)
     # Paths 11 (0.6), 11 21 (0.54), 12 (0.4), 12 21 (0.36); and a chain.
     assert trees.tokens.tolist() == [7, 11, 21, 12, 21, 8, 11, 21, 8, 8]
@@ -96,16 +117,46 @@ def test_by_hand(grow, device):
 
 
 @pytest.mark.parametrize("grow", [grow_trees, reference])
+def test_by_hand_with_a_text(grow, device):
+    """It has 12 before 22; of the first request, whose bonus token it has before 12, which counts for nothing."""
+
+    def tensor(values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    candidates = tensor([[[11, 12], [21, 22]]] * 2)
+    log_probs = tensor([[[0.6, 0.4], [0.7, 0.3]]] * 2, torch.float32).log()
+    zeros, slots = tensor([0, 0]), torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
+    bigrams = tables_of(tensor([[12, 22, 0, 0], [12, 22, 7, 12]]), tensor([2, 4]))
+    args = (tensor([7, 8]), candidates, log_probs, torch.zeros(2, 2, device=device), bigrams, zeros, zeros)
+    trees = grown(grow, (*args, tensor([1, 0]), slots), 7)
+    # Behind 12, 22 has 0.3 e^2 / (1 + 0.3 (e^2 - 1)) = 0.76: the paths have 0.6, 0.42, 0.4, 0.304, 0.18 and 0.096.
+    assert trees.tokens.tolist() == [7, 11, 21, 12, 22, 22, 21, 8, 11, 21, 12, 22, 22, 21]
+    assert trees.parents.tolist() == [[-1, 0, 1, 0, 3, 1, 3]] * 2
+
+
+@pytest.mark.parametrize("grow", [grow_trees, reference])
 @pytest.mark.parametrize(("num_nodes", "depths", "k"), [(12, 3, 3), (30, 4, 2), (30, 4, 3)])
 def test_most_probable_paths(num_nodes, depths, k, grow, device):
     """Of all there are."""
     args = arguments(3, depths, k, device)
     log_probs = args[2].double() - args[3].double()[:, :, None]
+    places, tags = locate(args[1][:, :-1, :, None], args[1][:, 1:, None, :])
+    weights = 1 + (math.exp(LOG_WEIGHT) - 1) * (args[4][args[7][:, None, None, None], places] == tags).double()
+    assert (weights > 1).any() and (weights == 1).any()
+
+    def probability(request, ranks):
+        product = log_probs[request, 0, ranks[0]].exp().item()
+        for i in range(1, len(ranks)):
+            of_candidates = log_probs[request, i].exp() * weights[request, i - 1, ranks[i - 1]]
+            total = 1 - log_probs[request, i].exp().sum() + of_candidates.sum()
+            product *= (of_candidates[ranks[i]] / total).item()
+        return product
+
     trees = grown(grow, args, num_nodes)
     tokens = trees.tokens.view(3, num_nodes).tolist()
     for request in range(3):
         every = [ranks for length in range(1, depths + 1) for ranks in itertools.product(range(k), repeat=length)]
-        every.sort(key=lambda ranks: -sum(log_probs[request, i, rank].item() for i, rank in enumerate(ranks)))
+        every.sort(key=lambda ranks: -probability(request, ranks))
         want = [
             tuple(args[1][request, i, rank].item() for i, rank in enumerate(ranks)) for ranks in every[: num_nodes - 1]
         ]
@@ -130,7 +181,7 @@ def test_is_a_tree(num_nodes, device):
             parent = parents[node]
             assert 0 <= parent < node and bits[node] == bits[parent] | 1 << node
             assert positions[request, node] == positions[request, parent] + 1
-            assert tokens[request, node] in args[1][request, positions[request, parent] - args[5][request]]
+            assert tokens[request, node] in args[1][request, positions[request, parent] - args[6][request]]
         assert len(set(zip(parents, tokens[request].tolist()))) == num_nodes
 
 
@@ -144,5 +195,5 @@ def test_nan(bits, device):
     tokens, nodes = trees.tokens.view(3, 16), torch.arange(16, device=device)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
     assert ((trees.parents >= -1) & (trees.parents < nodes)).all()
-    depths = trees.positions.view(3, 16) - args[5][:, None]
+    depths = trees.positions.view(3, 16) - args[6][:, None]
     assert ((depths >= 0) & (depths <= 7)).all()

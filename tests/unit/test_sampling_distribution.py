@@ -33,6 +33,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import ops, settings
+from sglang_dflash.ops.bigrams import TABLE_SIZE
 from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
@@ -135,6 +136,7 @@ def random_trees() -> Trees:
         candidates[:, :, :NUM_CANDIDATES].contiguous(),
         logits[:, :, :NUM_CANDIDATES].contiguous(),
         logits.logsumexp(dim=-1),
+        torch.zeros(1, TABLE_SIZE, dtype=torch.int16),
         (torch.arange(NUM_TREES) % 10 == 0).long(),
         zeros,
         zeros,

@@ -1,16 +1,20 @@
 """The trees that a cycle grows are the oracle's, and those are the most probable beginnings of a block."""
 
+import math
 from itertools import product
 
 import pytest
 import torch
 
 from sglang_dflash import ops
-from sglang_dflash.oracle.tree import Tree, accept_path, grow_tree, margin
+from sglang_dflash.ops.bigrams import tables_of
+from sglang_dflash.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
 from sglang_dflash.types import Trees
 
 VOCAB = 40
 DEPTHS = 4
+# One of five pairs of tokens is in it, more or less.
+TEXT = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def rows(num_requests: int, seed: int = 0) -> torch.Tensor:
@@ -20,8 +24,8 @@ def rows(num_requests: int, seed: int = 0) -> torch.Tensor:
     return (sharpness * torch.randn(num_requests, DEPTHS, VOCAB, generator=generator)).log_softmax(dim=-1)
 
 
-def of_oracle(log_probs: torch.Tensor, num_nodes: int, num_candidates: int) -> Tree:
-    return grow_tree(log_probs, torch.arange(VOCAB), num_nodes, num_candidates)
+def drafts_of(log_probs: torch.Tensor, num_candidates: int, text: list[int] | None = None) -> Drafts:
+    return Drafts(log_probs, torch.arange(VOCAB), num_candidates, Text(TEXT if text is None else text))
 
 
 def paths_of(tree: Tree) -> set[tuple[int, ...]]:
@@ -39,9 +43,22 @@ def test_the_oracles_are_the_most_probable(num_nodes, k):
     every = {()}
     for depth in range(1, DEPTHS + 1):
         every |= set(product(*best.indices[:depth].tolist()))
-    by_probability = sorted(every, key=lambda path: -sum(float(log_probs[i, token]) for i, token in enumerate(path)))
+    text, probs = Text(TEXT), log_probs.exp().tolist()
 
-    assert paths_of(of_oracle(log_probs, num_nodes, k)) == set(by_probability[:num_nodes])
+    def probability(path: tuple[int, ...]) -> float:
+        """Of a token that the text has behind the one before, e^2 times as much; and then of all tokens 1."""
+        result = math.prod(probs[0][token] for token in path[:1])
+        for i in range(1, len(path)):
+            weights = [math.exp(2 * text.has(path[i - 1], token)) for token in best.indices[i].tolist()]
+            of_candidates = [weight * probs[i][token] for weight, token in zip(weights, best.indices[i].tolist())]
+            total = sum(of_candidates) + 1 - sum(best.values[i].exp().tolist())
+            result *= of_candidates[best.indices[i].tolist().index(path[i])] / total
+        return result
+
+    by_probability = sorted(every, key=lambda path: -probability(path))
+    tree = grow_tree(drafts_of(log_probs, k), num_nodes)
+    assert paths_of(tree) == set(by_probability[:num_nodes])
+    assert paths_of(tree) != paths_of(grow_tree(drafts_of(log_probs, k, text=[]), num_nodes)) or num_nodes == 4
 
 
 @pytest.mark.parametrize(("num_nodes", "k"), [(4, 2), (16, 8), (33, 3), (64, 5), (64, 16)])
@@ -49,17 +66,19 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
     log_probs = rows(num_requests := 6)
     best = log_probs.topk(k, dim=-1)
     bonus, seq_lens = torch.arange(num_requests) + VOCAB, 10 + torch.arange(num_requests)
+    # Each request has a text of its own.
+    lens = 50 * torch.arange(num_requests)
+    tables = tables_of(torch.tensor([TEXT] * num_requests), lens)
     trees = Trees.empty(num_requests, num_nodes, "cpu")
     req_to_token = torch.arange(num_requests * 90, dtype=torch.int32).view(num_requests, 90)
     is_chain = torch.zeros(num_requests, dtype=torch.int64)
     # Any number may be taken from all logits of a row.
     logits, log_sums = best.values + 3, torch.full(best.values.shape[:2], 3.0)
-    ops.grow_trees(
-        bonus, best.indices, logits, log_sums, is_chain, seq_lens, torch.arange(num_requests), req_to_token, trees
-    )
+    places = torch.arange(num_requests)
+    ops.grow_trees(bonus, best.indices, logits, log_sums, tables, is_chain, seq_lens, places, req_to_token, trees)
 
     for i in range(num_requests):
-        tree = of_oracle(log_probs[i], num_nodes, k)
+        tree = grow_tree(drafts_of(log_probs[i], k, TEXT[: lens[i]]), num_nodes)
         assert trees.tokens.view(num_requests, -1)[i].tolist() == [int(bonus[i]), *tree.tokens.tolist()]
         assert trees.parents[i].tolist() == [-1, *tree.parents[1:]]
         assert (trees.positions.view(num_requests, -1)[i] - seq_lens[i]).tolist() == tree.depths
@@ -69,7 +88,7 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
 
 def accepted_length(log_probs: torch.Tensor, wanted: list[int]) -> int:
     """Of a target whose token after every node is that of its depth."""
-    tree = of_oracle(log_probs, 12, 3)
+    tree = grow_tree(drafts_of(log_probs, 3), 12)
     return len(accept_path(tree, torch.tensor([wanted[depth] for depth in tree.depths])))
 
 
@@ -79,10 +98,11 @@ def test_margins_say_how_far_another_length_is():
     generator = torch.Generator().manual_seed(1)
     for log_probs in rows(40, seed=1):
         wanted = [*log_probs.exp().multinomial(1, generator=generator)[:, 0].tolist(), 0]
-        tree = of_oracle(log_probs, 12, 3)
+        drafts = drafts_of(log_probs, 3)
+        tree = grow_tree(drafts, 12)
         target_tokens = torch.tensor([wanted[depth] for depth in tree.depths])
         path = accept_path(tree, target_tokens)
-        distance = margin(tree, path, target_tokens, log_probs, torch.arange(VOCAB), 3)
+        distance = margin(tree, path, target_tokens, drafts)
         # Two sums are compared, of as many numbers as a path has, each of which may be off.
         noise = 0.49 * distance / DEPTHS * (2 * torch.rand(log_probs.shape, generator=generator) - 1)
         assert accepted_length(log_probs + noise, wanted) == len(path)

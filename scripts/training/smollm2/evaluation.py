@@ -166,8 +166,16 @@ def measure_batch(
     counts = torch.arange(num_tokens, device=tokens.device)[:, None] + depths < lengths[:, None, None]
     num_correct = ((ranks == 0) & counts).cumprod(-1).sum(-1)
     own_labels = labels.masked_fill(~counts, -1).flatten(0, 1)
-    parts = zip(logits.flatten(0, 1).split(TREE_BATCH), own_labels.split(TREE_BATCH), strict=True)
-    of_trees = torch.cat([num_correct_in_trees(*part, TREES, CANDIDATES) for part in parts], dim=1)
+    texts = torch.arange(len(tokens), device=tokens.device).repeat_interleave(num_tokens)
+    blocks = (logits.flatten(0, 1), own_labels, texts, (anchors + 1).flatten())
+    parts = zip(*(rows.split(TREE_BATCH) for rows in blocks), strict=True)
+    of_trees = torch.cat(
+        [
+            num_correct_in_trees(of_part, wanted, tokens[text], lens, TREES, CANDIDATES)
+            for of_part, wanted, text, lens in parts
+        ],
+        dim=1,
+    )
     num_correct = torch.cat([num_correct[None], of_trees.view(len(TREES), *num_correct.shape)])
     found.num += counts.sum((0, 1)).cpu()
     for i, top in enumerate(TOP):

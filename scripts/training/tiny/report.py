@@ -93,7 +93,9 @@ def measure_cycles(
         logits = F.linear(hidden[0], target.get_output_embeddings().weight)
         labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
         num_correct = [accept_lengths(logits.argmax(-1), labels, labels >= 0) - 1]
-        num_correct += [*num_correct_in_trees(logits, labels, sizes, CANDIDATES)] if sizes else []
+        if sizes:
+            texts = tokens.expand(len(text), -1)
+            num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, sizes, CANDIDATES)
         cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
     names = ["chain", *(f"tree of {size}" for size in sizes)]

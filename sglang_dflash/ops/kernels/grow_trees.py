@@ -1,20 +1,44 @@
 """Trees of the most probable paths in one launch, a warp a request.
 
-Of the paths that may be taken there is one behind each node, as siblings are taken in the order of their rank. So lane
-i of a warp holds the next path behind node i, and the first of equally probable lanes is the one that comes first.
+Of the paths that may be taken there is one behind each node, as a node's children are taken in an order of their own:
+the most probable one of those that are left. So lane i of a warp holds the next path behind node i, and the first of
+equally probable lanes is the one that comes first. Candidates of a depth come in the order of their probability, and
+some of them count `exp(LOG_WEIGHT)` times as much behind a node: so the next one is the first that does or the first
+that does not.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.ops import bigrams
+from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.ordered import LOWEST, from_ordered, to_ordered
 from sglang_dflash.types import Trees
 
 # A warp reduces a vector of so many in one instruction, and of fewer in several.
 _WARP = 32
+_LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
+_MORE_WEIGHT = tl.constexpr(math.expm1(bigrams.LOG_WEIGHT))
+
+
+@triton.jit
+def _first(ranks):
+    """The lowest of 16 bits that is set; 30 if none is."""
+    bits = ranks | (1 << 30)
+    # The exponent of a power of two.
+    return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _log_prob(logits, log_sums, depth, rank, mask, K: tl.constexpr):
+    """Of a candidate at a depth, the first of which is 0."""
+    logit = tl.load(logits + depth * K + rank, mask=mask, other=0.0)
+    return logit - tl.load(log_sums + depth, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -24,6 +48,7 @@ def _grow_trees_kernel(
     candidates,
     logits,
     log_sums,
+    bigram_tables,
     is_chain,
     seq_lens,
     req_pool_indices,
@@ -45,23 +70,39 @@ def _grow_trees_kernel(
     bonus = tl.load(bonus_tokens + request * bonus_stride)
     is_bush = tl.load(is_chain + request) == 0
     seq_len = tl.load(seq_lens + request)
-    row = tl.load(req_pool_indices + request)
+    row = tl.load(req_pool_indices + request).to(tl.int64)
     candidates += request * DEPTHS * K
     logits += request * DEPTHS * K
     log_sums += request * DEPTHS
+    bigram_tables += row * TABLE_SIZE
 
-    # The place of a candidate is (its depth - 1) * K + its rank. All are read at once: the loop reads some of them one
-    # after the other, and then finds them in the cache.
+    # The place of a candidate is its depth, from 0 on, * K + its rank. Behind each of them: the ranks of those
+    # candidates that the text has there, a bit for each, and by how much all of that depth count more. All are read at
+    # once: the loop reads some of them one after the other, and then finds them in the cache.
     every = tl.arange(0, PADDED_PLACES)
-    log_probs = tl.load(logits + every, mask=every < DEPTHS * K, other=0.0)
-    log_probs -= tl.load(log_sums + every // K, mask=every < DEPTHS * K, other=0.0)
-    first = tl.max(tl.where((every == 0) & (DEPTHS > 0), to_ordered(log_probs), LOWEST))
+    next_depth = every // K + 1
+    is_before = next_depth < DEPTHS
+    before = tl.load(candidates + every, mask=is_before, other=0)
+    seen = every * 0
+    mass = every * 0.0
+    for rank in tl.static_range(K):
+        slot, tag = locate(before, tl.load(candidates + next_depth * K + rank, mask=is_before, other=0))
+        is_seen = (tl.load(bigram_tables + slot, mask=is_before, other=0) == tag) & is_before
+        log_prob = _log_prob(logits, log_sums, next_depth, rank, is_before, K)
+        seen |= tl.where(is_seen, 1 << rank, 0)
+        mass += tl.where(is_seen, tl.exp(log_prob), 0.0)
+    # As integers, which a warp adds up in one instruction.
+    shift = tl.log(mass * _MORE_WEIGHT + 1.0).to(tl.int32, bitcast=True)
 
     lane = tl.arange(0, WIDTH)
-    # Of the next path behind each node: its last place, how probable it is without that, and with it.
-    next_place = lane * 0
+    # Of what is behind each node: which candidates are left, and which of them the text has; how probable the path is
+    # before them, and with the next one, whose place it is.
+    left = tl.where(lane == 0, tl.where(is_bush, (1 << K) - 1, 1), 0)
+    liked = lane * 0
     base = lane * 0.0
-    key = tl.where(lane == 0, first, LOWEST)
+    first_log_prob = _log_prob(logits, log_sums, lane * 0, lane * 0, (lane == 0) & (DEPTHS > 0), K)
+    key = tl.where((lane == 0) & (DEPTHS > 0), to_ordered(first_log_prob), LOWEST)
+    next_place = lane * 0
     # Of each node.
     place = lane * 0 - 1
     parent = lane * 0 - 1
@@ -81,17 +122,23 @@ def _grow_trees_kernel(
         if WIDTH > 32:
             high |= tl.where(is_own, tl.sum(tl.where(lane == taken_lane, high, 0)), 0)
 
-        is_sibling = (lane == taken_lane) & is_node
-        next_place = tl.where(is_sibling, taken_place + 1, next_place)
-        next_place = tl.where(is_own, (taken_place // K + 1) * K, next_place)
-        base = tl.where(is_own, from_ordered(best), base)
-        has_sibling = is_bush & ((taken_place + 1) % K != 0)
-        has_child = taken_place // K + 1 < DEPTHS
-        is_new = (is_sibling & has_sibling) | (is_own & has_child)
-        log_prob = tl.load(logits + next_place, mask=is_new, other=0.0)
-        log_prob -= tl.load(log_sums + next_place // K, mask=is_new, other=0.0)
-        key = tl.where(is_sibling | is_own, LOWEST, key)
-        key = tl.where(is_new, to_ordered(base + log_prob), key)
+        is_parent = (lane == taken_lane) & is_node
+        left = tl.where(is_parent, left & ~(1 << (taken_place % K)), left)
+        left = tl.where(is_own, tl.where(is_bush, (1 << K) - 1, 1), left)
+        liked = tl.where(is_own, tl.sum(tl.where(every == taken_place, seen, 0)), liked)
+        own_shift = tl.sum(tl.where(every == taken_place, shift, 0)).to(tl.float32, bitcast=True)
+        base = tl.where(is_own, from_ordered(best) - own_shift, base)
+        depth = tl.where(is_own, taken_place // K + 1, taken_place // K)
+        is_new = (is_parent | is_own) & (left != 0) & (depth < DEPTHS)
+        liked_rank, other_rank = _first(left & liked), _first(left & ~liked)
+        is_liked, is_other = is_new & (liked_rank < K), is_new & (other_rank < K)
+        liked_key = to_ordered(base + (_log_prob(logits, log_sums, depth, liked_rank, is_liked, K) + _LOG_WEIGHT))
+        other_key = to_ordered(base + _log_prob(logits, log_sums, depth, other_rank, is_other, K))
+        is_first = (liked_key > other_key) | ((liked_key == other_key) & (liked_rank < other_rank))
+        is_liked &= is_first | ~is_other
+        key = tl.where(is_parent | is_own, LOWEST, key)
+        key = tl.where(is_new, tl.where(is_liked, liked_key, other_key), key)
+        next_place = tl.where(is_new, depth * K + tl.where(is_liked, liked_rank, other_rank), next_place)
 
     valid = lane < NUM_NODES
     out = request * NUM_NODES + lane
@@ -110,6 +157,7 @@ def grow_trees(
     candidates: torch.Tensor,
     logits: torch.Tensor,
     log_sums: torch.Tensor,
+    bigram_tables: torch.Tensor,
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -121,14 +169,15 @@ def grow_trees(
     if num_requests == 0:
         return
     depths, k = candidates.shape[1:]
-    # As many bits as `ancestors` have.
-    assert num_nodes <= 64
+    # As many bits as `ancestors` have, and what has a bit for every candidate.
+    assert num_nodes <= 64 and k <= 16
     _grow_trees_kernel[(num_requests,)](
         bonus_tokens,
         bonus_tokens.stride(0),
         candidates.contiguous(),
         logits.contiguous(),
         log_sums.contiguous(),
+        bigram_tables,
         is_chain,
         seq_lens,
         req_pool_indices,

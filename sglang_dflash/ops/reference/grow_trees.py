@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from sglang_dflash.ops.bigrams import LOG_WEIGHT, locate
 from sglang_dflash.types import Trees
 
 
@@ -20,14 +22,10 @@ class _Node(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """One that may be taken: how probable it is without its last token, and with it; that token's depth and rank, and
-    the node before it."""
+    """One that may be taken behind a node: how probable it is, and which candidate it ends in."""
 
-    base: np.float32
     log_prob: np.float32
-    depth: int
     rank: int
-    parent: int
 
 
 def grow_trees(
@@ -35,6 +33,7 @@ def grow_trees(
     candidates: torch.Tensor,
     logits: torch.Tensor,
     log_sums: torch.Tensor,
+    bigram_tables: torch.Tensor,
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -43,20 +42,24 @@ def grow_trees(
 ) -> None:
     """Make trees of the most probable paths.
 
-    A drafter's rows are independent of each other, so a path is as probable as the product of its tokens'
-    probabilities, and any candidate of a depth may follow any of the depth before. The N - 1 most probable paths are
-    found best first: each that is taken brings two that are no more probable than it, the one that ends in the next
-    candidate of its depth instead, and the one that goes on with the first candidate of the next depth. A path is taken
-    after all its beginnings. Source: DDTree (arXiv 2604.12989).
+    A drafter's rows are independent of each other, so any candidate of a depth may follow any of the depth before, and
+    a path is as probable as the product of its tokens' probabilities. Behind the drafts, candidates that the request's
+    text has right after the draft before count `exp(LOG_WEIGHT)` times as much, and a depth's probabilities are divided
+    by their new sum; the drafter knows the bonus token, so behind it they are its own. The N - 1 most probable paths
+    are found best first: each that is taken brings two that are no more probable than it, the one that ends in the next
+    best candidate of its depth instead, and the one that goes on with the best of the next depth. A path is taken after
+    all its beginnings. Source: DDTree (arXiv 2604.12989), but for the text's part in it.
 
     Log probabilities are summed in float32 from the root on. Of equally probable paths the one is taken that goes on
-    from the earliest node.
+    from the earliest node, and of those the one with the most probable candidate.
 
     Args:
         bonus_tokens: [P] int64; may be strided.
         candidates: [P, depths, K] int64, the tokens that may be at depth 1, 2, ..., the most probable first.
         logits: [P, depths, K] float32, theirs.
         log_sums: [P, depths] float32, what makes log probabilities of them when it is subtracted.
+        bigram_tables: [rows, TABLE_SIZE] int16, what the text of each row of `req_to_token` has; see
+            :mod:`sglang_dflash.ops.bigrams`.
         is_chain: [P] int64, 1 for requests whose drafts are the first candidates in a row, one a depth.
         seq_lens: [P] int64, committed tokens that have KV; the root's position.
         req_pool_indices: [P] int64.
@@ -66,26 +69,31 @@ def grow_trees(
     num_requests, num_nodes = trees.parents.shape
     if num_requests == 0:
         return
-    depths, k = candidates.shape[1:]
+    depths = candidates.shape[1]
+    log_probs = logits - log_sums[:, :, None]
+    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    is_seen = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
+    behind_drafts = log_probs[:, 1:, None, :]
+    mass = (behind_drafts.exp() * is_seen).sum(dim=-1)
     # Of NumPy: single numbers that add in float32.
-    log_probs = (logits - log_sums[:, :, None]).cpu().numpy()
+    at_first = log_probs[:, :1].cpu().numpy()
+    behind_drafts = (behind_drafts + LOG_WEIGHT * is_seen).cpu().numpy()
+    shifts = (1 + math.expm1(LOG_WEIGHT) * mass).log().cpu().numpy()
     tokens, positions = trees.tokens.view(-1, num_nodes), trees.positions.view(-1, num_nodes)
     for request, is_alone in enumerate(is_chain.tolist()):
         nodes = [_Node(-1, 0, 0, 1)]
-        paths = [_Path(np.float32(0), log_probs[request, 0, 0], 1, 0, 0)] if depths else []
-        while paths and len(nodes) < num_nodes:
+        # Behind each node, the best first.
+        waiting = [_paths(np.float32(0), row, is_alone) for row in at_first[request]]
+        while len(nodes) < num_nodes and any(waiting):
             # The first of equals.
-            place = max(range(len(paths)), key=lambda i: paths[i].log_prob)
-            taken, node = paths[place], len(nodes)
-            nodes.append(_Node(taken.parent, taken.depth, taken.rank, nodes[taken.parent].seen | 1 << node))
-            next_ones = []
-            if taken.rank + 1 < k and not is_alone:
-                log_prob = taken.base + log_probs[request, taken.depth - 1, taken.rank + 1]
-                next_ones.append(taken._replace(log_prob=log_prob, rank=taken.rank + 1))
-            paths[place : place + 1] = next_ones
-            if taken.depth < depths:
-                log_prob = taken.log_prob + log_probs[request, taken.depth, 0]
-                paths.append(_Path(taken.log_prob, log_prob, taken.depth + 1, 0, node))
+            parent = max((node for node, paths in enumerate(waiting) if paths), key=lambda i: waiting[i][0].log_prob)
+            taken, depth = waiting[parent].pop(0), nodes[parent].depth + 1
+            nodes.append(_Node(parent, depth, taken.rank, nodes[parent].seen | 1 << len(nodes)))
+            paths = []
+            if depth < depths:
+                place = request, depth - 1, taken.rank
+                paths = _paths(taken.log_prob - shifts[place], behind_drafts[place], is_alone)
+            waiting.append(paths)
         num_drafts = len(nodes) - 1
         # The others are no nodes.
         nodes += [_Node(-1, 0, 0, 1 << node) for node in range(len(nodes), num_nodes)]
@@ -98,6 +106,17 @@ def grow_trees(
         positions[request] = seq_lens[request] + of_depth.to(seq_lens.device)
     places = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
     trees.out_cache_loc.view(-1, num_nodes).copy_(req_to_token[req_pool_indices[:, None], places])
+
+
+def _paths(base: np.float32, of_candidates: np.ndarray, is_alone: bool) -> list[_Path]:
+    """Those behind a node, the best first.
+
+    Args:
+        of_candidates: [K] float32, log probabilities.
+        is_alone: whether only the first candidate may follow.
+    """
+    paths = [_Path(base + log_prob, rank) for rank, log_prob in enumerate(of_candidates)]
+    return sorted(paths[:1] if is_alone else paths, key=lambda path: -path.log_prob)
 
 
 def _signed(node: _Node) -> _Node:

@@ -1,0 +1,84 @@
+"""Pairs of tokens that a cycle committed, in one launch, a warp a request."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.ops import bigrams
+
+_FIRST_FACTOR = tl.constexpr(bigrams.FIRST_FACTOR)
+_SECOND_FACTOR = tl.constexpr(bigrams.SECOND_FACTOR)
+_MIXING_FACTOR = tl.constexpr(bigrams.MIXING_FACTOR)
+_PLACE_SHIFT = tl.constexpr(32 - bigrams.TABLE_BITS)
+_TAG_SHIFT = tl.constexpr(bigrams.TAG_SHIFT)
+TABLE_SIZE = tl.constexpr(bigrams.TABLE_SIZE)
+
+
+@triton.jit
+def locate(first, second):
+    """See :func:`sglang_dflash.ops.bigrams.locate`; the place is an int32."""
+    mixed = first.to(tl.uint32) * _FIRST_FACTOR ^ second.to(tl.uint32) * _SECOND_FACTOR
+    hashes = mixed * _MIXING_FACTOR
+    return (hashes >> _PLACE_SHIFT).to(tl.int32), (hashes >> _TAG_SHIFT).to(tl.int16)
+
+
+@triton.jit
+def _locate_pairs(first_token, tokens, place, is_pair):
+    first = tl.load(tokens + place - 1, mask=is_pair & (place > 0), other=0)
+    second = tl.load(tokens + place, mask=is_pair, other=0)
+    return locate(tl.where(place > 0, first, first_token), second)
+
+
+@triton.jit
+def _add_bigrams_kernel(
+    tables,
+    req_pool_indices,
+    first_tokens,
+    first_stride,
+    tokens,
+    lens,
+    is_chain,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    num_pairs = tl.where(tl.load(is_chain + request) == 0, tl.load(lens + request), 0)
+    first_token = tl.load(first_tokens + request * first_stride)
+    tokens += request * WIDTH
+    place = tl.arange(0, PADDED)
+    is_pair = place < num_pairs
+    slot, tag = _locate_pairs(first_token, tokens, place, is_pair)
+    # The newest of those that share a place, whatever the order in which lanes store.
+    later = tl.arange(0, PADDED)[None, :]
+    later_slot, _ = _locate_pairs(first_token, tokens, later, later < num_pairs)
+    is_taken = (later_slot == slot[:, None]) & (later > place[:, None]) & (later < num_pairs)
+    is_newest = tl.sum(is_taken.to(tl.int32), axis=1) == 0
+    row = tl.load(req_pool_indices + request).to(tl.int64)
+    tl.store(tables + row * TABLE_SIZE + slot, tag, mask=is_pair & is_newest)
+
+
+def add_bigrams(
+    tables: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    first_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    lens: torch.Tensor,
+    is_chain: torch.Tensor,
+) -> None:
+    """See :func:`sglang_dflash.ops.reference.add_bigrams.add_bigrams`."""
+    bs, width = tokens.shape
+    if bs:
+        _add_bigrams_kernel[(bs,)](
+            tables,
+            req_pool_indices,
+            first_tokens,
+            first_tokens.stride(0),
+            tokens.contiguous(),
+            lens,
+            is_chain,
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            num_warps=1,
+        )

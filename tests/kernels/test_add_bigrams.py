@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from sglang_dflash.ops.bigrams import TABLE_SIZE, locate, tables_of
+from sglang_dflash.ops.kernels.add_bigrams import add_bigrams
+from sglang_dflash.ops.reference.add_bigrams import add_bigrams as reference
+
+
+@pytest.mark.parametrize(("bs", "width"), [(0, 16), (1, 1), (5, 7), (33, 16), (3, 64)])
+@pytest.mark.parametrize("vocab", [3, 151936, 2**40])
+def test_matches_reference(bs, width, vocab, device):
+    """Texts of few tokens have the same pair again and again; images are tokens beyond any vocabulary."""
+    args = (
+        torch.randperm(bs + 3, device=device)[:bs],
+        # A column of the trees.
+        torch.randint(0, vocab, (bs, 3), device=device)[:, 0],
+        torch.randint(0, vocab, (bs, width), device=device),
+        torch.randint(1, width + 1, (bs,), device=device),
+        torch.arange(bs, device=device) % 3 // 2,
+    )
+    before = torch.randint(-(2**15), 2**15, (bs + 3, TABLE_SIZE), dtype=torch.int16, device=device)
+    got, want = before.clone(), before.clone()
+    add_bigrams(got, *args)
+    reference(want, *args)
+    assert torch.equal(got, want)
+    assert bs == 0 or not torch.equal(got, before)
+
+
+@pytest.mark.parametrize("add", [add_bigrams, reference])
+def test_the_newest_of_pairs_that_share_a_place_is_found(add, device):
+    firsts, seconds = torch.meshgrid(*[torch.arange(400, device=device)] * 2, indexing="ij")
+    places, tags = locate(firsts, seconds)
+    zeros, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device)
+    # Texts of five tokens, the first and the last pair of which share a place.
+    first, second = 0, 1
+    other = (places == places[first, second]).nonzero()
+    for third, fourth in other[:20].tolist():
+        tables = torch.zeros(1, TABLE_SIZE, dtype=torch.int16, device=device)
+        add(tables, zeros, zeros + first, torch.tensor([[second, third, fourth]], device=device), 3 * one, zeros)
+        assert tables[0, places[third, fourth]] == tags[third, fourth]
+        assert torch.equal(tables, tables_of(torch.tensor([[first, second, third, fourth]], device=device), 4 * one))
+    assert len(other) > 20
