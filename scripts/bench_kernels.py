@@ -32,7 +32,7 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
-from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, locate
+from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, put
 from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.shortlist_top import group_size, num_candidates, quantize_rows
 from sglang_dflash.types import (
@@ -140,14 +140,14 @@ def grow_trees(bs: int, args: argparse.Namespace) -> Case:
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
     candidates = integers(args.vocab, *shape)
     inputs = (integers(args.vocab, bs), candidates, logits, logits.logsumexp(dim=-1))
-    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, ::2])
     tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
-    tables.scatter_(1, places[..., ::2].flatten(1), tags[..., ::2].flatten(1))
+    tables = put(tables, *(tokens.flatten(1) for tokens in pairs), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     trees = Trees.empty(bs, BLOCK_SIZE, DEVICE)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
     num_bytes = sum(tensor.nbytes for tensor in (*inputs, *vars(trees).values())) + bs * (3 * 8 + BLOCK_SIZE * 4)
-    num_bytes += places.numel() * TABLE_DTYPE.itemsize
+    num_bytes += 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
     # Each request has its own row.
     rows_of = torch.arange(bs, device=DEVICE)
     return Case((*inputs, tables, is_chain, seq_lens(bs, args), rows_of, slots, trees), num_bytes)

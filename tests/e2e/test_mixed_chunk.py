@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import REQUESTS, SYNC, Settings
+from serving import REQUESTS, SYNC, Settings, trees
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from test_requests import numbers_of
 from various import various_requests
@@ -25,6 +25,12 @@ SETTINGS = [
             ("enable-custom-logit-processor", True),
             LAST_STATES,
         ),
+        plain=REQUESTS,
+    ),
+    Settings(
+        "mixed-trees",
+        flags=(*MIXED, ("enable-custom-logit-processor", True), LAST_STATES),
+        dflash_flags=trees(8),
         plain=REQUESTS,
     ),
 ]
