@@ -161,6 +161,16 @@ def add_bigrams(bs: int, args: argparse.Namespace) -> Case:
     return Case((tables, rows(bs), integers(args.vocab, bs), tokens, lens, is_chain), num_bytes)
 
 
+def begin_bigrams(bs: int, args: argparse.Namespace) -> Case:
+    """Of prompts that a table has no room for."""
+    tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
+    length = min(args.context, TABLE_SIZE)
+    texts = integers(args.vocab, bs, 1 + length, dtype=torch.int32)
+    texts[:, 0] = length
+    num_bytes = 2 * tables.nbytes + texts.nbytes + bs * 2 * 8
+    return Case((tables, rows(bs), texts, integers(args.vocab, bs)), num_bytes)
+
+
 def accept_paths(bs: int, args: argparse.Namespace) -> Case:
     """Every second node is on the accepted path."""
     target_tokens = integers(args.vocab, bs, BLOCK_SIZE)
@@ -404,6 +414,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     top_columns,
     grow_trees,
     accept_paths,
+    begin_bigrams,
     add_bigrams,
     count_paths,
     move_kv,

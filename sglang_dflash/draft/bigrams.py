@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.utils.common import async_h2d, async_h2d_stack
+from sglang.srt.utils.common import async_h2d_stack
 
 from sglang_dflash import ops
-from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, tables_of
+from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE
 from sglang_dflash.verify.acceptance import Acceptance
 
 
@@ -34,7 +34,7 @@ class Bigrams:
         return self.tables.nbytes
 
     def begin(self, batch: ScheduleBatch, last_rows: torch.Tensor, next_token_ids: torch.Tensor) -> None:
-        """Behind a prefill: begin with the prompts, and what was generated before a retraction.
+        """Behind a prefill: begin with the prompts, what was generated before a retraction, and the next token.
 
         Requests that decode in a mixed batch, its last ones, have tables that go further than the scheduler has seen.
 
@@ -43,20 +43,17 @@ class Bigrams:
             next_token_ids: [bs], the token that each writes; of a prompt that goes on it means nothing, and is
                 forgotten with the next part.
         """
-        num_prefills = len(batch.reqs) - len(batch.decoding_reqs or [])
-        texts, device = [_last_tokens(req) for req in batch.reqs[:num_prefills]], self.tables.device
-        if texts:
-            lens = [len(text) for text in texts]
-            padded = np.zeros((len(texts), max(lens)), dtype=np.int64)
-            for row, text in zip(padded, texts, strict=True):
-                row[: len(text)] = text
-            [padded] = async_h2d_stack([torch.from_numpy(padded)], device=device)
-            lens = async_h2d(lens, dtype=torch.int64, device=device)
-            self.tables[batch.req_pool_indices[:num_prefills]] = tables_of(padded, lens)
-        written = next_token_ids.to(torch.int64)[:, None]
-        ones, no_chain = torch.ones_like(last_rows), torch.zeros_like(last_rows)
-        last_tokens = batch.input_ids[last_rows]
-        ops.add_bigrams(self.tables, batch.req_pool_indices, last_tokens, written, ones, no_chain)
+        num_decoding = len(batch.decoding_reqs or [])
+        num_prefills = len(batch.reqs) - num_decoding
+        rows = batch.req_pool_indices
+        if num_prefills:
+            texts = torch.from_numpy(_texts(batch.reqs[:num_prefills]))
+            [texts] = async_h2d_stack([texts], device=self.tables.device)
+            ops.begin_bigrams(self.tables, rows[:num_prefills], texts, next_token_ids[:num_prefills])
+        if num_decoding:
+            before, written = batch.input_ids[last_rows[num_prefills:]], next_token_ids[num_prefills:, None]
+            ones, no_chain = torch.ones_like(before), torch.zeros_like(before)
+            ops.add_bigrams(self.tables, rows[num_prefills:], before, written, ones, no_chain)
 
     def add(
         self, rows: torch.Tensor, bonus_tokens: torch.Tensor, accepted: Acceptance, is_chain: torch.Tensor | None = None
@@ -73,7 +70,12 @@ class Bigrams:
         ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_chain)
 
 
-def _last_tokens(req: Req) -> np.ndarray:
-    """int64, those of a text whose pairs a table has room for."""
-    tokens = req.origin_input_ids[-TABLE_SIZE:] + req.output_ids[-TABLE_SIZE:]
-    return np.asarray(tokens[-TABLE_SIZE:], dtype=np.int64)
+def _texts(reqs: list[Req]) -> np.ndarray:
+    """[bs, 1 + L] int32, of each text how many tokens, and them: the last ones, whose pairs a table has room for."""
+    texts = [(req.origin_input_ids[-TABLE_SIZE:] + req.output_ids[-TABLE_SIZE:])[-TABLE_SIZE:] for req in reqs]
+    rows = np.zeros((len(texts), 1 + max(map(len, texts))), dtype=np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[0] = len(text)
+        # Tokens of images are larger than any vocabulary: 32 bits of them are enough.
+        row[1 : 1 + len(text)] = np.asarray(text, dtype=np.int64).astype(np.int32)
+    return rows

@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
+    from sglang_dflash.ops.kernels.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.count_paths import count_paths
     from sglang_dflash.ops.kernels.gather_window import gather_window
@@ -35,6 +36,7 @@ else:
     from sglang_dflash.ops.reference.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
+    from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.count_paths import count_paths
     from sglang_dflash.ops.reference.gather_window import gather_window
@@ -60,6 +62,7 @@ __all__ = [
     "add_rms_norm",
     "apply_penalties",
     "attend_trees",
+    "begin_bigrams",
     "commit_state",
     "count_paths",
     "gather_window",

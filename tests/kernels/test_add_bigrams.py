@@ -3,7 +3,9 @@ import torch
 
 from sglang_dflash.ops.bigrams import TABLE_SIZE, locate, tables_of
 from sglang_dflash.ops.kernels.add_bigrams import add_bigrams
+from sglang_dflash.ops.kernels.begin_bigrams import begin_bigrams
 from sglang_dflash.ops.reference.add_bigrams import add_bigrams as reference
+from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams as begin_reference
 
 
 @pytest.mark.parametrize(("bs", "width"), [(0, 16), (1, 1), (5, 7), (33, 16), (3, 64)])
@@ -40,3 +42,18 @@ def test_the_newest_of_pairs_that_share_a_place_is_found(add, device):
         assert tables[0, places[third, fourth]] == tags[third, fourth]
         assert torch.equal(tables, tables_of(torch.tensor([[first, second, third, fourth]], device=device), 4 * one))
     assert len(other) > 20
+
+
+@pytest.mark.parametrize("lens", [[], [0], [1, 0, 2], [64, 65, 63, 1], [1000, 257], [4096]])
+@pytest.mark.parametrize("vocab", [3, 2**31])
+def test_texts_begin_as_in_the_reference(lens, vocab, device):
+    texts = torch.randint(-vocab, vocab, (len(lens), 1 + max(lens, default=0)), device=device).to(torch.int32)
+    texts[:, 0] = torch.tensor(lens, dtype=torch.int32, device=device)
+    before = torch.full((len(lens) + 2, TABLE_SIZE), 7, dtype=torch.int16, device=device)
+    next_tokens = torch.randint(0, vocab, (len(lens),), dtype=torch.int32, device=device)
+    args = (torch.randperm(len(lens) + 2, device=device)[: len(lens)], texts, next_tokens)
+    got, want = before.clone(), before.clone()
+    begin_bigrams(got, *args)
+    begin_reference(want, *args)
+    assert torch.equal(got, want)
+    assert (got == 7).all(dim=1).sum() == 2
