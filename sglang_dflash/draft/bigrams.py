@@ -33,13 +33,13 @@ class Bigrams:
     def nbytes(self) -> int:
         return self.tables.nbytes
 
-    def begin(self, batch: ScheduleBatch, last_rows: torch.Tensor, next_token_ids: torch.Tensor) -> None:
+    def begin(self, batch: ScheduleBatch, extend_lens: torch.Tensor, next_token_ids: torch.Tensor) -> None:
         """Behind a prefill: begin with the prompts, what was generated before a retraction, and the next token.
 
         Requests that decode in a mixed batch, its last ones, have tables that go further than the scheduler has seen.
 
         Args:
-            last_rows: [bs] int64, of `batch.input_ids`, the last of each request.
+            extend_lens: [bs], of `batch.input_ids`, how many of each request.
             next_token_ids: [bs], the token that each writes; of a prompt that goes on it means nothing, and is
                 forgotten with the next part.
         """
@@ -51,7 +51,8 @@ class Bigrams:
             [texts] = async_h2d_stack([texts], device=self.tables.device)
             ops.begin_bigrams(self.tables, rows[:num_prefills], texts, next_token_ids[:num_prefills])
         if num_decoding:
-            before, written = batch.input_ids[last_rows[num_prefills:]], next_token_ids[num_prefills:, None]
+            last_rows = extend_lens.cumsum(0)[num_prefills:] - 1
+            before, written = batch.input_ids[last_rows], next_token_ids[num_prefills:, None]
             ones, no_chain = torch.ones_like(before), torch.zeros_like(before)
             ops.add_bigrams(self.tables, rows[num_prefills:], before, written, ones, no_chain)
 

@@ -335,7 +335,7 @@ class DFlashWorker(BaseSpecWorker):
         positions, _ = compute_position(backend, prefix_lens, extend_lens, sum(batch.extend_lens))
         plan, result.kv_loc_plan = result.kv_loc_plan, None
         if self._bigrams is not None:
-            self._bigrams.begin(batch, extend_lens.cumsum(0) - 1, result.next_token_ids)
+            self._bigrams.begin(batch, extend_lens, result.next_token_ids)
         output = result.logits_output
         self._cycle.append_prompt(output, positions, plan)
         output.hidden_states = self._prompt_hidden_states(batch, output, extend_lens)

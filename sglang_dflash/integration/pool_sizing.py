@@ -164,4 +164,5 @@ def _bytes_per_token(pool: KVCache) -> float:
     # MLA pools hold one latent, the others keys and values.
     num_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes
     # Pools have one page more than they give out: where padded rows write.
-    return num_bytes / (pool.size + pool.page_size)
+    # Of a NumPy number, as SGLang counts, a number that JSON has.
+    return float(num_bytes / (pool.size + pool.page_size))
