@@ -37,14 +37,14 @@ def num_correct_in_trees(
     log_sums = log_sums.view(num_blocks, depths)
     # Of requests without a context: a node's position is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
-    rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
+    own_rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
     num_correct = []
     for num_nodes in sizes:
         trees = Trees.empty(num_blocks, num_nodes, logits.device)
         slots = torch.zeros((num_blocks, num_nodes), dtype=torch.int32, device=logits.device)
-        ops.grow_trees(zeros, candidates, values, log_sums, tables, zeros, zeros, rows, slots, trees)
+        ops.grow_trees(zeros, candidates, values, log_sums, tables, zeros, zeros, own_rows, slots, trees)
         tokens, node_depths = (rows.view(num_blocks, num_nodes) for rows in (trees.tokens, trees.positions))
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
         num_correct.append(accepted.accept_lens.to(torch.int64) - 1)

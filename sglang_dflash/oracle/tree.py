@@ -7,6 +7,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, pairwise
 
 import torch
@@ -49,6 +50,11 @@ class Drafts:
     num_candidates: int
     text: Text
 
+    @cached_property
+    def columns(self) -> Tensor:
+        """[B - 1, num_candidates] int64, of the best tokens of every row, the most probable first."""
+        return self.log_probs.topk(self.num_candidates, dim=-1).indices
+
     def behind(self, first: int | None, depth: int) -> Tensor:
         """[V] log probabilities of the tokens at a depth from 1 on, behind a draft; at depth 1 behind the bonus token.
 
@@ -58,7 +64,7 @@ class Drafts:
         row = self.log_probs[depth - 1]
         if first is None:
             return row
-        columns = row.topk(self.num_candidates).indices.tolist()
+        columns = self.columns[depth - 1].tolist()
         seen = [column for column in columns if self.text.has(first, int(self.token_ids[column]))]
         weighted = row.clone()
         weighted[seen] += 2
@@ -94,8 +100,7 @@ class Tree:
 def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
     """The `num_nodes - 1` most probable beginnings of a block, of the best candidates of every row."""
     num_depths = len(drafts.log_probs)
-    columns = drafts.log_probs.topk(drafts.num_candidates, dim=-1).indices
-    candidates = drafts.token_ids[columns].tolist()
+    candidates = drafts.token_ids[drafts.columns].tolist()
     tokens, parents, depths, sums = [], [0], [0], [0.0]
     order = count()
     # Every path that may be next: its negated log probability, ties in the order of arrival, the node before its last
@@ -104,7 +109,7 @@ def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
 
     def open_node(node: int) -> None:
         if (depth := depths[node]) < num_depths:
-            row = drafts.behind(tokens[node - 1] if node else None, depth + 1)[columns[depth]]
+            row = drafts.behind(tokens[node - 1] if node else None, depth + 1)[drafts.columns[depth]]
             for token, log_prob in zip(candidates[depth], row.tolist(), strict=True):
                 heapq.heappush(heap, (-sums[node] - log_prob, next(order), node, token))
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.ops.bigrams import LOG_WEIGHT, TABLE_SIZE, locate, tables_of
+from sglang_dflash.ops.bigrams import LOG_WEIGHT, TABLE_SIZE, locate, put, tables_of
 from sglang_dflash.ops.kernels.grow_trees import grow_trees
 from sglang_dflash.ops.reference.grow_trees import grow_trees as reference
 from sglang_dflash.types import Trees
@@ -12,15 +12,12 @@ from sglang_dflash.types import Trees
 VOCAB = 1000
 
 
-def tables_with(candidates, share):
-    """For each request and three more, with this share of the pairs of candidates that may follow each other."""
-    requests, depths, _ = candidates.shape
-    tables = torch.zeros(requests + 3, TABLE_SIZE, dtype=torch.int16, device=candidates.device)
-    if requests and depths:
-        places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
-        is_seen = torch.rand(places.shape, device=places.device) < share
-        for request in range(requests):
-            tables[request, places[request][is_seen[request]]] = tags[request][is_seen[request]]
+def tables_with(candidates, rows, share):
+    """Of requests in these rows, and three more: this share of the pairs of candidates that may follow each other."""
+    pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    first, second = (tokens.flatten(1) for tokens in pairs)
+    tables = torch.zeros(len(rows) + 3, TABLE_SIZE, dtype=torch.int16, device=rows.device)
+    tables[rows] = put(tables[rows], first, second, torch.rand(first.shape, device=rows.device) < share)
     return tables
 
 
@@ -31,15 +28,13 @@ def arguments(requests, depths, k, device, is_chain=None, share=0.3):
     seq_lens = torch.randint(0, 50, (requests,), device=device)
     candidates = torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous()
     rows = torch.randperm(requests + 3, device=device)[:requests]
-    tables = tables_with(candidates, share)
-    tables[rows] = tables[:requests].clone()
     return (
         # A column of the blocks.
         torch.randint(0, VOCAB, (requests, 3), device=device)[:, 0],
         candidates,
         logits,
         logits.logsumexp(dim=-1) + torch.rand(requests, depths, device=device),
-        tables,
+        tables_with(candidates, rows, share),
         torch.zeros_like(seq_lens) if is_chain is None else is_chain,
         seq_lens,
         rows,
