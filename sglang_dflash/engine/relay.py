@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative import dflash_info
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_dflash.engine.kv_reservation import reserve_slots
+from sglang_dflash.memory.reservation import reserve_slots
 from sglang_dflash.types import Trees
 
 

@@ -54,14 +54,14 @@ from sglang_dflash.engine.adaptive_width import (
 )
 from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, override_num_draft_tokens
+from sglang_dflash.engine.hidden_states import capture_last_hidden_states
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics, TreeCounts
 from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
 from sglang_dflash.engine.tree_cycle import TreeCycle
-from sglang_dflash.integration.arguments import asks_for_trees, num_candidates
-from sglang_dflash.integration.hidden_states import capture_last_hidden_states
-from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory
-from sglang_dflash.integration.request_limits import check_pool, check_window_pool
+from sglang_dflash.memory.limits import check_pool, check_window_pool
+from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
+from sglang_dflash.server_args.arguments import asks_for_trees, num_candidates
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part

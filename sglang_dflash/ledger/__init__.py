@@ -2,7 +2,7 @@
 
 A version number says little: a patch release may change what a hook wraps, and most of a release is none of our
 business. So each symbol that the package replaces, subclasses, reads by a private name or changes is in a ledger
-(:mod:`sglang_dflash.ledger.manifest`) with a fingerprint of its source (:mod:`sglang_dflash.ledger.recorded`). A server
+(:mod:`sglang_dflash.ledger.uses`) with a fingerprint of its source (:mod:`sglang_dflash.ledger.recorded`). A server
 serves DFLASH where all of them are the same, whatever the version; `python -m sglang_dflash.ledger` compares any other
 SGLang, which is the first step of a port.
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_dflash.ledger import CHANGED, MISSING, NEW, SAME, recorded, state
-from sglang_dflash.ledger.manifest import Use, hooked, manifest
 from sglang_dflash.ledger.source import Source, SourceError
+from sglang_dflash.ledger.uses import Use, hooked, manifest
 from sglang_dflash.version import __version__
 
 _HEADER = '''"""What SGLang looked like: written by `python -m sglang_dflash.ledger --write`, not by hand.

@@ -26,8 +26,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.common import async_h2d
 
-from sglang_dflash.integration import failing_requests
-from sglang_dflash.integration.failing_requests import Failures
+from sglang_dflash.requests import failing
+from sglang_dflash.requests.failing import Failures
 from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import DrawParameters
 from sglang_dflash.verify.acceptance import Acceptance
@@ -90,7 +90,7 @@ class BlockSampler:
             and get_exec().kernel.sampling_backend == "flashinfer"
             and self._sampler.rl_on_policy_target is None
         )
-        self._checks = failing_requests.watch(self._sampler)
+        self._checks = failing.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
     def overruled(self, batch: ScheduleBatch) -> list[int]:
@@ -151,7 +151,7 @@ class BlockSampler:
 
     def parts(self, batch: ScheduleBatch, places: list[int], width: int) -> list[Part]:
         """Requests of a batch, so many at a time that their logits take `SETTINGS.sampler_bytes` at most."""
-        # Of these blocks, [bs, W], and by place: see :class:`sglang_dflash.integration.failing_requests.Failures`.
+        # Of these blocks, [bs, W], and by place: see :class:`sglang_dflash.requests.failing.Failures`.
         self._failed = torch.zeros((len(batch.reqs), width), dtype=torch.bool, device=batch.device)
         self._errors: dict[int, tuple[int, str]] = {}
         size = max(1, SETTINGS.sampler_bytes // sampler_bytes(batch.sampling_info.vocab_size, width))
@@ -349,7 +349,7 @@ def _apply_custom_logit_processors(
         for j in range(blocks.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            for i, error in failing_requests.apply_processors(blocks[:, j], info).items():
+            for i, error in failing.apply_processors(blocks[:, j], info).items():
                 errors.setdefault(i, (j, error))
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
@@ -383,7 +383,7 @@ def sample_by_row(
     order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
     """
     tokens, capture = original(sampler, probs, sampling_info, positions, simple_sampling_case)
-    if not failing_requests.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
+    if not failing.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
         return tokens, capture
     is_unfiltered = (sampling_info.top_ks == TOP_K_ALL) & (sampling_info.top_ps == 1.0)
     unfiltered, _ = original(sampler, probs, sampling_info, positions, True)

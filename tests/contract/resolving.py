@@ -14,8 +14,8 @@ from sglang.srt.arg_groups.model_override_base import ResolvedView, resolved_vie
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from resolving import checkpoint, drafter_with, refusal, resolve
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 # --- the drafter's path ---------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.engine import simulate
-from sglang_dflash.integration.arguments import (
+from sglang_dflash.server_args.arguments import (
     DRAFT_BACKENDS,
     IGNORED,
     IGNORED_PREFIXES,
@@ -28,7 +29,6 @@ from sglang_dflash.integration.arguments import (
     draft_attention_backend,
     is_dflash,
 )
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
 def test_good_arguments():
@@ -55,7 +55,7 @@ def test_block_sizes_contradict():
 
 @pytest.mark.parametrize("flags", [BLOCK_SIZE_FLAGS[:1], BLOCK_SIZE_FLAGS[1:], BLOCK_SIZE_FLAGS])
 def test_smaller_block_size_is_served_and_logged(flags, caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.integration.arguments"):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args.arguments"):
         args = resolve(**dict.fromkeys(flags, 8))
     assert args.speculative_num_draft_tokens == 8
     lines = [record.getMessage() for record in caplog.records if "blocks of" in record.getMessage()]
@@ -389,7 +389,7 @@ def test_adaptive_is_not_deterministic_on_flashinfer():
 
 
 def test_block_verification_changes_nothing_and_says_so(caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.integration.arguments"):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args.arguments"):
         resolve(speculative_use_block_verification=True)
     assert any(
         record.getMessage().startswith("--speculative-use-block-verification changes nothing")

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.integration.validate_requests import (
+from models.tiny import DRAFTER_DIR, TARGET_DIR
+from sglang_dflash.requests.validate import (
     BY_SAMPLER,
     BY_SGLANG,
     INTERNAL,
@@ -24,7 +25,6 @@ from sglang_dflash.integration.validate_requests import (
     REFUSED_PARAMS,
     REFUSED_POSITIONS,
 )
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, Settings

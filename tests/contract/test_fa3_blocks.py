@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "masks.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "masks.py"
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 
 

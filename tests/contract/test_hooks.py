@@ -7,22 +7,22 @@ import json
 import pkgutil
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from serving import ENV
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_flashinfer_available
+from support import processes
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash import hooks
 from sglang_dflash.attention.fa3 import FA3_HOOKS
 from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.cpu.hooks import CPU_HOOKS
-from sglang_dflash.integration.manifest import HOOKS
+from sglang_dflash.hook_table import HOOKS
 from sglang_dflash.ledger import recorded
 from sglang_dflash.plugin import CREATE_WORKER, GUARDED, RESOLVE_ARGUMENTS
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 load_plugins()
 
@@ -154,13 +154,13 @@ LOST_AT_ONCE = {
 }
 LOSE_IN_TURN = f"""
 # Imported here, as it takes seconds.
-from sglang_dflash.integration import manifest
+from sglang_dflash import hook_table
 
 if {ON_CPU}:
     sys.path.insert(0, {str(TESTS)!r})
-    import fa3_stand_in
+    from support import fa3_stand_in
     fa3_stand_in.provide()
-    manifest.is_cuda = lambda: True
+    hook_table.is_cuda = lambda: True
 
 lost = {LOST_AT_ONCE!r}
 
@@ -244,7 +244,7 @@ print(json.dumps(resolve(dflash=True).speculative_algorithm))
 
 # As if the package did not fit the SGLang it finds: the plugin raises, and SGLang goes on without it.
 BROKEN_PLUGIN = """
-sys.modules["sglang_dflash.integration.manifest"] = None
+sys.modules["sglang_dflash.hook_table"] = None
 load_plugins()
 """
 
@@ -261,7 +261,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 TARGETS = {(CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED)!r}
 
 def start(target):
-    sys.modules["sglang_dflash.integration.manifest"] = None
+    sys.modules["sglang_dflash.hook_table"] = None
     lose(*(each for each in TARGETS if each != target))
     load_plugins()
     resolve(dflash=False)

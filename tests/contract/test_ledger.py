@@ -25,8 +25,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 import sglang_dflash
 from sglang_dflash.ledger import __main__ as command_line
 from sglang_dflash.ledger import recorded, state
-from sglang_dflash.ledger.manifest import USES, hooked, manifest
 from sglang_dflash.ledger.source import Source
+from sglang_dflash.ledger.uses import USES, hooked, manifest
 
 load_plugins()
 
@@ -287,7 +287,7 @@ def test_differences_are_named_with_who_uses_them_and_why(capsys, changed_tree):
             f"changed {CHANGED}",
             f"        engine/worker.py: {relayed}",
             f"missing {MOVED}",
-            "        engine/kv_reservation.py: KV slots of a block are reserved as SGLang counts them",
+            "        memory/reservation.py: KV slots of a block are reserved as SGLang counts them",
             "        its last name is defined in sglang/srt/mem_cache/allocation_blocks.py",
         ]
         assert out.splitlines()[-1].endswith(f"{len(recorded.FINGERPRINTS) - 2} same, 1 changed, 1 missing.")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from bench.ports import claim_port
 from resolving import ON_CPU, checkpoint, drafter_with
 from safetensors.torch import load_file
 from serving import ENV
+from support import processes
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 
 def launch(tmp_path: Path, *flags: str, spawn: bool = False) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.integration.validate_requests import (
+from sglang_dflash.requests.validate import (
     BY_SAMPLER,
     BY_SGLANG,
     INTERNAL,

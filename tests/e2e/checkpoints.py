@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 CONFIG = json.loads((DRAFTER_DIR / "config.json").read_text())
 NUM_LAYERS = CONFIG["num_hidden_layers"]

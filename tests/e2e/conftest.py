@@ -12,7 +12,7 @@ from oracle import Oracle
 from serving import TREES_ON_A_GPU, ServerKeeper, Settings
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+from models.tiny import TARGET_DIR, load_prompts
 
 
 def pytest_configure():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sglang
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 
 def run(request: dict) -> dict:

@@ -7,11 +7,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from support.oracle.decode import DFlashOutput, dflash_generate
+from support.oracle.drafter import ReferenceDrafter
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.oracle.decode import DFlashOutput, dflash_generate
-from sglang_dflash.oracle.drafter import ReferenceDrafter
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 EOS = 0
 # Of log probabilities that the server and this oracle sum in float32, each in its own order.

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import processes
 import requests
 import torch
 from bench.ports import claim_port
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support import plugins, processes
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 START_SECONDS = 240
 REQUEST_SECONDS = 240
@@ -358,10 +358,8 @@ class Server:
 
 
 def with_plugin(*names: str) -> tuple[tuple[str, str], ...]:
-    """The environment in which SGLang finds plugins of these tests, through the entry points in their folders."""
-    folders = [str(Path(__file__).with_name(f"{name}_plugin")) for name in names]
-    folders += filter(None, [os.environ.get("PYTHONPATH")])
-    return (("PYTHONPATH", os.pathsep.join(folders)),)
+    """Return the environment in which SGLang loads plugins of `tests/plugins`."""
+    return (("PYTHONPATH", plugins.python_path(*names)),)
 
 
 def is_repeatable(options: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import DEFAULT, REQUEST_SECONDS, Server, assert_same_answers
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 

@@ -1,4 +1,4 @@
-"""Trees where nobody has asked for chains, which is so on a GPU (default_trees_plugin)."""
+"""Trees where nobody has asked for chains, which is so on a GPU (tests/plugins/default_trees.py)."""
 
 import pytest
 from serving import Settings, with_plugin

@@ -7,7 +7,7 @@ from oracle import assert_same_cycles
 from safetensors.torch import load_file
 from serving import Settings
 
-from sglang_dflash.tiny_pair import TARGET_DIR
+from models.tiny import TARGET_DIR
 
 # On a GPU SGLang hands embeddings to the model in bfloat16, whatever the model's dtype.
 DTYPE = (("dtype", "bfloat16"),) if torch.cuda.is_available() else ()

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import processes
 import pytest
 from oracle import assert_same_cycles
 from serving import DEVICE_FLAGS, ENV, assert_same_answers
+from support import processes
 
 SCRIPT = Path(__file__).with_name("offline.py")
 MAX_NEW_TOKENS = 80

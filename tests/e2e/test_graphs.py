@@ -1,4 +1,4 @@
-"""The cycle as a CUDA graph runs it, without CUDA (eager_graphs_plugin): buffers, padding, widths, shards."""
+"""The cycle as a CUDA graph runs it, without CUDA (tests/plugins/eager_graphs.py): buffers, padding, widths, shards."""
 
 import re
 

@@ -16,7 +16,7 @@ from serving import SYNC, Settings, assert_same_answers, generate_body
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-from sglang_dflash.integration.validate_requests import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_PARAMS
+from sglang_dflash.requests.validate import BY_SAMPLER, BY_SGLANG, INTERNAL, REFUSED_PARAMS
 
 VOCAB_SIZE = 1024
 FLAGS = (

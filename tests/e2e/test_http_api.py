@@ -9,7 +9,7 @@ from oracle import assert_same_cycles
 from safetensors.torch import load_file, save_file
 from serving import DEFAULT, assert_same_answers
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 

@@ -6,8 +6,8 @@ from oracle import Oracle, assert_same_cycles
 from serving import Settings
 from transformers import AutoTokenizer
 
-from sglang_dflash.hybrid_pair import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.tiny_pair import load_prompts
+from models.hybrid import DRAFTER_DIR, TARGET_DIR
+from models.tiny import load_prompts
 
 HYBRID_PAIR = Settings(
     "hybrid-pair",

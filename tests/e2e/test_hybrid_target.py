@@ -1,6 +1,6 @@
 """Targets with Gated DeltaNet layers: states hold exactly what has been accepted, in requests and in the prefix cache.
 
-Drafts are the target's own text with errors (`known_text_plugin`), so that blocks are accepted to every length.
+Drafts are the target's own text with errors (`tests/plugins/known_text.py`), so blocks are accepted to every length.
 """
 
 import json
@@ -9,10 +9,10 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hybrid
 import pytest
 import torch
 from serving import SYNC, Settings, with_plugin
+from support import hybrid
 
 ON_CPU = not torch.cuda.is_available()
 # Tokens between two states that the prefix cache keeps of a request that decodes.

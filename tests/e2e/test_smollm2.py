@@ -8,7 +8,7 @@ import torch
 from serving import Settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.smollm2_pair import DRAFTER_DIR, load_prompts
+from models.smollm2 import DRAFTER_DIR, load_prompts
 
 TARGET = Path(__file__).parents[2] / "work" / "smollm2-135m-instruct"
 SMOLLM2 = Settings(

@@ -7,7 +7,7 @@ import pytest
 import soak
 from serving import DEFAULT
 
-from sglang_dflash.tiny_pair import load_prompts
+from models.tiny import load_prompts
 
 pytestmark = pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 

@@ -2,7 +2,7 @@
 
 import pytest
 from serving import DEVICE_ENV
-from targets import assert_exact, generate
+from support.targets import assert_exact, generate
 
 pytestmark = pytest.mark.cpu(reason="tests/gpu/test_target_classes.py does the same with every class")
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from serving import DEFAULT, RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
 
-from sglang_dflash.tiny_pair import TARGET_DIR
+from models.tiny import TARGET_DIR
 
 pytestmark = pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
 

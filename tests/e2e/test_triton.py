@@ -49,7 +49,7 @@ def test_backends_of_target_and_drafter(pair, prompts, oracle, draft_backend):
 @pytest.mark.slow
 def test_masks(tmp_path):
     """Every mask of a drafter layer, and those of a target whose sliding layers have a pool of their own."""
-    script, output = Path(__file__).parents[1] / "masks.py", tmp_path / "errors.json"
+    script, output = Path(__file__).parents[1] / "support" / "masks.py", tmp_path / "errors.json"
     command = [sys.executable, script, "triton", "float32", "16", "8", "2", "128", output]
     environment = os.environ | ENV | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)

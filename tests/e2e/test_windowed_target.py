@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from serving import SYNC, TREES_ON_A_GPU, Settings, trees
+from support.windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 from transformers import AutoModelForCausalLM
-from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
 # SGLang's default of SGLANG_SWA_EVICTION_INTERVAL.
 EVICTION_INTERVAL = 128

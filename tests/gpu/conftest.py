@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+from models.tiny import TARGET_DIR, load_prompts
 
 
 def pytest_collection_modifyitems(items):

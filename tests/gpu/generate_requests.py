@@ -10,7 +10,7 @@ import sglang
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
+from models.tiny import DRAFTER_DIR, TARGET_DIR, load_prompts
 
 # `ignore_eos` is left out where a grammar ends: without speculation SGLang then writes a token past it.
 KINDS = {

@@ -1,10 +1,10 @@
 """`--enable-deterministic-inference` with seeds: the same tokens, whatever else is in the batch, on every backend."""
 
 import pytest
-from engine_process import run
-from ties import first_difference
+from support.engine_process import run
+from support.ties import first_difference
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 ENGINE = {
     "model_path": str(TARGET_DIR),

@@ -6,10 +6,10 @@ answers the same requests undisturbed.
 """
 
 import pytest
-from engine_process import run
-from ties import describe_difference, first_difference
+from support.engine_process import run
+from support.ties import describe_difference, first_difference
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 # No whole pages of any size below, and no whole tiles of any kernel.
 CONTEXT = 601

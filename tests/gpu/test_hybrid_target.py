@@ -4,15 +4,15 @@ In bf16, up to ties: SGLang's kernels for their prompts take no float32. tests/e
 """
 
 import json
-import os
 from pathlib import Path
 
-import hybrid
 import pytest
 import torch
-from engine_process import run
-from targets import PLUGIN, drafts
-from ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
+from support import hybrid
+from support.engine_process import run
+from support.plugins import python_path
+from support.targets import drafts
+from support.ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
 
 INTERVAL = 64
 ENGINE = {
@@ -74,7 +74,7 @@ class Case:
         known = [{"input_ids": p, "output_ids": d} for p, d in zip(prompts, texts, strict=True)]
         path = self._folder / "drafts.json"
         path.write_text(json.dumps(known))
-        env = env | {"ORACLE_DRAFTS": str(path), "PYTHONPATH": f"{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"}
+        env = env | {"ORACLE_DRAFTS": str(path), "PYTHONPATH": python_path("oracle_drafts")}
         engine = self._engine | DFLASH | {"speculative_draft_model_path": str(self._drafter)} | flags
         answers, described = run(self._folder, engine, calls, env)
         assert described["worker"] == "DFlashWorker"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "masks.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "masks.py"
 
 # SGLang ships fa3's kernels for these two dtypes, but not every build of it has both.
 DTYPES = {"fa3": "bfloat16", "flashinfer": "float16", "triton": "float16"}

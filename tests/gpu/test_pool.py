@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.tiny_pair import TARGET_DIR
+from models.tiny import TARGET_DIR
 
 SCRIPT = Path(__file__).with_name("fill_pool.py")
 RUNNING = 256

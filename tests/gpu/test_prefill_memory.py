@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench.pairs import SHAPES
 
-SCRIPT = Path(__file__).parents[1] / "append_prompt.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "append_prompt.py"
 
 ROWS = 32768
 LIMIT = 512 * 2**20

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from engine_process import run
 from safetensors.torch import load_file, save_file
-from ties import first_difference
+from support.engine_process import run
+from support.ties import first_difference
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR, load_prompts
+from models.tiny import DRAFTER_DIR, TARGET_DIR, load_prompts
 
 NEW_TOKENS = 128
 ENGINE = {

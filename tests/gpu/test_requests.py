@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ties import first_difference
+from support.ties import first_difference
 
 HERE = Path(__file__).parent
 

@@ -5,8 +5,8 @@ text is the same to the last token, in as many cycles as the errors make; in bf1
 """
 
 import pytest
-from targets import TARGETS, assert_exact, generate, report
-from ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
+from support.targets import TARGETS, assert_exact, generate, report
+from support.ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
 
 ENGINE = {
     "max_total_tokens": 8192,

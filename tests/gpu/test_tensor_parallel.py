@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from serving import REQUEST_SECONDS, Pair, ServerKeeper, Settings
-from ties import count_identical
+from support.ties import count_identical
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import TARGET_DIR, load_prompts
+from models.tiny import TARGET_DIR, load_prompts
 
 # Tokens per cycle of one rank (scripts/results/tiny_pair.md).
 ACCEPT_LENGTH = 4.33

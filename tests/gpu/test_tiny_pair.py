@@ -8,7 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from ties import count_identical
+from support.plugins import python_path
+from support.ties import count_identical
 
 HERE = Path(__file__).parent
 BACKENDS = ["fa3", "flashinfer", "triton"]
@@ -53,7 +54,7 @@ def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, lis
     """Generate under one of the plugins in this folder, which writes a record per line."""
     records = tmp_path / "records.jsonl"
     env = {
-        "PYTHONPATH": f"{HERE / f'{plugin}_plugin'}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": python_path(plugin),
         f"{plugin.upper()}_RECORDS": str(records),
     }
     output = generate(tmp_path, *args, env=env)

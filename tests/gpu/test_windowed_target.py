@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from generate_windowed import LONG_ANSWER, PROMPTS
-from ties import first_difference
-from windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
+from support.ties import first_difference
+from support.windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
 SCRIPT = Path(__file__).with_name("generate_windowed.py")
 # What bf16 makes of logits of about 1 through sharp attention; 7 keys too many move them further than that.

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from chi_square import chi_square
+from support.chi_square import chi_square
 
 from sglang_dflash.ops.kernels.sample_rows import sample_rows
 from sglang_dflash.ops.reference.row_max import row_max

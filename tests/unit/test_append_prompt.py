@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench.pairs import SHAPES
 
-SCRIPT = Path(__file__).parents[1] / "append_prompt.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "append_prompt.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang's norms take no float32 there; see tests/gpu")

@@ -11,10 +11,10 @@ from bench.engine import Answer, Configuration, Load, accuracy, environment, sum
 from bench.pairs import SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
+from support.oracle.drafter import ReferenceDrafter
 from transformers import AutoTokenizer
 
-from sglang_dflash.oracle.drafter import ReferenceDrafter
-from sglang_dflash.tiny_pair import load_prompts
+from models.tiny import load_prompts
 
 SETUP = {"hardware": "a machine", "versions": "sglang 0.5.23", "method": "How.", "measure": "requests", "repeats": 3}
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_reference import dense_attention
+from support.attention_reference import dense_attention
 
 from sglang_dflash.cpu.platform import cpu_engine
 

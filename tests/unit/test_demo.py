@@ -4,7 +4,7 @@ import demo
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny_pair import TARGET_DIR
+from models.tiny import TARGET_DIR
 
 TEXT = "def push(self, value):  # ünïcode\n    return 1"
 

@@ -17,9 +17,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
+from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
-from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.verify.vocab_argmax import pack, unpack
 
 NUM_ROWS = 24

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.oracle.drafter import ReferenceDrafter
 from torch.nn.attention.flex_attention import create_block_mask
 from training.blocks import draft_blocks, initialize, random_anchors, run_blocks
 from training.muon import Muon, orthogonalize
@@ -10,8 +11,6 @@ from training.smollm2.block_attention import TILE, block_mask, tile_lists, visib
 from training.smollm2.drafter import Batch, before_labels, greedy_labels, random_sizes
 from training.smollm2.head_loss import head_loss
 from training.smollm2.settings import DRAFTER_CONFIG
-
-from sglang_dflash.oracle.drafter import ReferenceDrafter
 
 BLOCK_SIZE = 16
 SMALL = {"head_dim": 8, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}

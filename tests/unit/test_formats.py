@@ -9,11 +9,11 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
 from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
 from sglang_dflash.checkpoint.tensors import Tensor, draft_to_target, expected_tensors, tensor_problems
-from sglang_dflash.integration.update_weights import differences
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from sglang_dflash.requests.update_weights import differences
 
 ZLAB = json.loads((DRAFTER_DIR / "config.json").read_text())
 LAYERS = {name: ZLAB[name] for name in ZLAB if name not in ("architectures", "block_size", "dflash_config")}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.tensors import read_headers
 from sglang_dflash.inspect import main
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
 
 
 def copy_with(source, path, config=None, tensors=None):

@@ -5,11 +5,11 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file
-from smollm2 import CONTROL_TOKENS, SYSTEM, write_gguf
+from support.smollm2 import CONTROL_TOKENS, SYSTEM, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from sglang_dflash.smollm2_pair.make_target import GGUF_IN_WHEEL, make_target
+from models.smollm2.make_target import GGUF_IN_WHEEL, make_target
 
 TEXTS = ["hello there", "Ärger – 雪 🙂\n\ttabs", "", " 1234 + 5 = 1239", "x" * 40]
 

@@ -22,13 +22,13 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import create_context, get_exec, use_context
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from windowed import WINDOW, write_windowed_pair
+from support.windowed import WINDOW, write_windowed_pair
 
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.integration.arguments import load_drafter_config
-from sglang_dflash.integration.pool_sizing import CycleMemory, KVMemory, logit_bytes
-from sglang_dflash.integration.request_limits import check_pool, check_window_pool
-from sglang_dflash.tiny_pair import DRAFTER_DIR, TARGET_DIR
+from sglang_dflash.memory.limits import check_pool, check_window_pool
+from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory, logit_bytes
+from sglang_dflash.server_args.arguments import load_drafter_config
 
 load_plugins()
 

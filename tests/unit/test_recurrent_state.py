@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import hybrid
 import pytest
 import torch
 from bench.pairs import checkpoint
@@ -10,6 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_schedule
+from support import hybrid
 from test_memory import configurator, kv_dtype, served, server_args
 
 from sglang_dflash.checkpoint.config import ConfigError

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sampled import FIRST, NUM_NEW, SETTINGS, STOP, TABLE, VOCAB, p_value
+from support.sampled import FIRST, NUM_NEW, SETTINGS, STOP, TABLE, VOCAB, p_value
 from torch.profiler import profile
 
 from sglang_dflash.cpu.platform import cpu_engine
@@ -32,9 +32,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
+from models.tiny import TARGET_DIR
 from sglang_dflash import ops, settings
 from sglang_dflash.ops.bigrams import TABLE_SIZE
-from sglang_dflash.tiny_pair import TARGET_DIR
 from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
 from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes

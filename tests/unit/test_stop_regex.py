@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from sglang_dflash.integration.stop_regex import Search, automaton, check_stop_regex
+from sglang_dflash.requests.stop_regex import Search, automaton, check_stop_regex
 
 # All of them have too many ways for `re`.
 PATTERNS = [

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import train_pair
-from smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
+from support.oracle.decode import dflash_generate
+from support.oracle.drafter import ReferenceDrafter
+from support.smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
 from training import smollm2
 from training.loop import TrainSettings
 from training.smollm2 import evaluation
@@ -17,9 +19,6 @@ from training.smollm2.decoder import Rows
 from training.smollm2.llama import Llama
 from training.smollm2.settings import DRAFTER_CONFIG, TURN_END_ID, Settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from sglang_dflash.oracle.decode import dflash_generate
-from sglang_dflash.oracle.drafter import ReferenceDrafter
 
 ROOT = Path(__file__).parents[2]
 LAYER_IDS = [0, 1]

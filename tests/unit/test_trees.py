@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
+from support.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import tables_of
-from sglang_dflash.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
 from sglang_dflash.types import Trees
 
 VOCAB = 40

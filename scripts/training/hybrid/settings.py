@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_dflash.tiny_pair import PAIR_DIR
+from models.tiny import PAIR_DIR
 from training.loop import TrainSettings
 from training.tiny import settings as tiny
 

@@ -6,10 +6,9 @@ Legend of shapes: N sequences, T tokens each, A anchors per sequence, B block si
 from collections.abc import Callable
 
 import torch
+from support.oracle.drafter import Mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-
-from sglang_dflash.oracle.drafter import Mask
 
 TILE = 128
 

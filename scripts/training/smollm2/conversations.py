@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.smollm2_pair.make_target import make_target
+from models.smollm2.make_target import make_target
 from training import processes
 from training.loop import step_generator
 from training.smollm2.decoder import Rows, run_steps, sample

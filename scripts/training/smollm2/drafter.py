@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 
-from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training import processes
 from training.blocks import (
     accept_lengths,

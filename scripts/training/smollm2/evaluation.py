@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 
-from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training import processes
 from training.blocks import after_anchors, draft_blocks
 from training.cycles import num_correct_in_trees, ratio, walk

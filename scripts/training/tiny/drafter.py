@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from support.oracle.decode import context_features
+from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 
-from sglang_dflash.oracle.decode import context_features
-from sglang_dflash.oracle.drafter import ReferenceDrafter
 from training.blocks import (
     accept_lengths,
     after_anchors,

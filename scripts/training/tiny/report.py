@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from support.oracle.decode import context_features, dflash_generate, greedy_generate, is_recurrent, new_cache
+from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.oracle.decode import context_features, dflash_generate, greedy_generate, is_recurrent, new_cache
-from sglang_dflash.oracle.drafter import ReferenceDrafter
-from sglang_dflash.tiny_pair import load_prompts
+from models.tiny import load_prompts
 from training.blocks import accept_lengths, after_anchors, draft_blocks
 from training.cycles import num_correct_in_trees, ratio, walk
 from training.files import plot_losses, read_json, write_json

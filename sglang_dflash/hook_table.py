@@ -1,0 +1,386 @@
+"""Where this package plugs into SGLang: the hooks, and why each one exists."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.common import is_cuda, is_flashinfer_available
+
+from sglang_dflash import hooks
+from sglang_dflash.attention import qwen3
+from sglang_dflash.attention.fa3 import FA3_HOOKS
+from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
+from sglang_dflash.checkpoint import formats
+from sglang_dflash.checkpoint.config import ARCHITECTURE
+from sglang_dflash.engine import hidden_states
+from sglang_dflash.hooks import Hook
+from sglang_dflash.memory import limits, pool_sizing
+from sglang_dflash.plugin import CREATE_WORKER
+from sglang_dflash.requests import admin, failing, finishing, stop_regex, update_weights, validate
+from sglang_dflash.server_args import arguments
+from sglang_dflash.verify import logits, recurrent_state, sampler
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+def create_worker(original, algorithm, server_args):
+    """AROUND `SpeculativeAlgorithm.create_worker`: DFLASH is served by :class:`DFlashWorker`."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    hooks.verify()
+    # Imported here: only a scheduler process needs SGLang's models, and importing them all takes seconds.
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_dflash.draft.model import DFlashDraftModel
+    from sglang_dflash.engine.worker import DFlashWorker
+
+    ModelRegistry.models[ARCHITECTURE] = DFlashDraftModel
+    logger.info("DFLASH is served by sglang-dflash %s (%s).", __version__, DFlashWorker.__qualname__)
+    return DFlashWorker
+
+
+def report_worker(result, scheduler, recv_req):
+    """AFTER `Scheduler.get_internal_state`: `/server_info` says which worker serves DFLASH."""
+    if scheduler.spec_algorithm.is_dflash():
+        result.internal_state["sglang_dflash"] = scheduler.draft_worker.describe()
+    return result
+
+
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_RESULTS = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
+_WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
+_WEIGHT_LOADER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+HOOKS = [
+    Hook(
+        target=CREATE_WORKER,
+        kind=HookType.AROUND,
+        function=create_worker,
+        why="SGLang has no registry for the worker of a built-in algorithm",
+        until="SpeculativeAlgorithm.register accepts DFLASH",
+    ),
+    Hook(
+        target="sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse",
+        kind=HookType.AROUND,
+        function=formats.parse_drafter,
+        why="transformers cannot read the speculators format, and drops windows that a config leaves implicit",
+        until="SGLang reads DFlash drafters of every format itself",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
+        kind=HookType.AROUND,
+        function=arguments.resolve_speculative_arguments,
+        why="a drafter path that leads nowhere fails inside transformers, without naming the flag",
+        until="SGLang checks --speculative-draft-model-path itself",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.speculative_hook._handle_dflash",
+        kind=HookType.REPLACE,
+        function=arguments.handle_dflash,
+        why="the in-tree checks refuse the CPU, rewrite the drafter's backend and only warn of a wrong block size",
+        until="SGLang lets the worker class check its own arguments",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+        "._resolve_dflash_aux_hidden_state",
+        kind=HookType.AROUND,
+        function=pool_sizing.resolve_target_capture,
+        why="one reading of the checkpoint decides which target layers are captured",
+        until="the worker may name the layers to capture",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
+        kind=HookType.AROUND,
+        function=pool_sizing.leave_memory_for_cycles,
+        why="the pools would take the memory for the logits of whole blocks, and for the sampler",
+        until="a worker may say what it needs beside the pools",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.memory_pool.MambaPool.__init__",
+        kind=HookType.AROUND,
+        function=recurrent_state.allocate_states,
+        why="the state after every verified token takes a hundred times the memory of what it is computed from",
+        until="SGLang keeps the inputs of verified tokens for DFLASH and Gated DeltaNet too",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        kind=HookType.AROUND,
+        function=recurrent_state.leave_memory_for_inputs,
+        why="it reserves the state after every verified token",
+        until="it reserves what the pool of recurrent states allocates",
+    ),
+    Hook(
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
+        kind=HookType.REPLACE,
+        function=recurrent_state.verify_and_keep_inputs,
+        why="its kernel keeps the inputs of verified tokens for every slot of the pool, and rounds otherwise than "
+        "decoding does",
+        until="it keeps them for running requests, and rounds as decoding does",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._mamba_can_cache_finished_req",
+        kind=HookType.AROUND,
+        function=recurrent_state.can_cache_finished_request,
+        why="without overlap scheduling, a block that goes on behind the end of a grammar may leave its state in the "
+        "place of one that is kept for the prefix cache",
+        until="it compares the retained tokens with the accepted ones wherever states are kept",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        kind=HookType.AROUND,
+        function=limits.req_to_token_headroom,
+        why="with page size 1 the reservation of a request at the context limit runs into the next request's row",
+        until="get_req_to_token_extra_context_len covers get_alloc_reserve_per_decode for every page size",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",
+        kind=HookType.AFTER,
+        function=limits.leave_room_for_blocks,
+        why="a request as large as the KV pool would fail with a 500 when its next block no longer fits",
+        until="init_req_max_new_tokens subtracts get_alloc_reserve_per_decode",
+    ),
+    Hook(
+        target="sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
+        kind=HookType.AFTER,
+        function=limits.leave_last_token_out,
+        why="the next turn of a streaming session would read a rejected draft's KV as that of the last token",
+        until="SGLang counts no KV of a finished request's last token",
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        kind=HookType.AROUND,
+        function=validate.generate_request,
+        why="sampling parameters of a wrong type get a 500 or end the server, as does a huge n",
+        until="SGLang checks the types of sampling parameters where it reads them",
+    ),
+    Hook(
+        target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        kind=HookType.REPLACE,
+        function=validate.refuse_request,
+        why="the in-tree check lets through parameters that its worker then ignores",
+        until="SGLang asks the worker which requests it can honour",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        kind=HookType.AROUND,
+        function=validate.keep_embeddings_apart,
+        why="a prompt of embeddings in a batch with prompts of tokens ends the server",
+        until="SGLang embeds the tokens of such a batch, or keeps the two apart",
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        kind=HookType.AROUND,
+        function=logits.skip_widening,
+        why="a float32 copy of every verified row's logits costs more than the argmax that follows it",
+        until="LogitsProcessor leaves TARGET_VERIFY logits in the model's dtype on request",
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store",
+        kind=HookType.AROUND,
+        function=hidden_states.append_last_hidden_states,
+        why="SGLang captures either the drafter's features or what return_hidden_states asks for",
+        until="LogitsProcessorOutput has a field for each",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner_components.attention_backend_setup"
+        ".configure_aux_hidden_state_capture",
+        kind=HookType.AROUND,
+        function=hidden_states.capture_layers,
+        why="Qwen3-VL asks its language model for a method that only that of Qwen3-VL-MoE has",
+        until="Qwen3LLMModel has set_dflash_layers_to_capture",
+    ),
+    Hook(
+        target="sglang.srt.models.qwen3.Qwen3Attention.forward",
+        kind=HookType.AROUND,
+        function=qwen3.forward,
+        why="norms, RoPE and KV write of a block's few rows are three launches in every layer",
+        until="Qwen3Attention fuses them on CUDA, as it does on ROCm",
+    ),
+    Hook(
+        target=f"{_WEIGHT_UPDATER}.update_weights_from_disk",
+        kind=HookType.AROUND,
+        function=update_weights.update_weights_from_disk,
+        why="the one checkpoint that a request names would be loaded into target and drafter",
+        until="the request says whose weights it updates",
+    ),
+    Hook(
+        target=f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
+        kind=HookType.AROUND,
+        function=update_weights.update_weights_from_ipc,
+        why="the target's tensors would be loaded into the drafter too",
+        until="the request says whose weights it updates",
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{method}",
+            kind=HookType.AROUND,
+            function=update_weights.update_weights_by_tensors,
+            why="unless a request says otherwise, each tensor would be loaded into target and drafter",
+            until="selector=all gives a tensor to the model that it belongs to",
+        )
+        for method in ("begin_weight_update", "update_weights_from_tensor", "update_weights_from_distributed")
+    ),
+    Hook(
+        target=f"{_WEIGHT_UPDATER}.end_weight_update",
+        kind=HookType.AROUND,
+        function=update_weights.end_weight_update,
+        why="weights that another process has written into leave copies of them behind (float8, packed for a CPU)",
+        until="models are told of them, as post_load_weights does for some",
+    ),
+    *(
+        Hook(
+            target=target,
+            kind=HookType.AROUND,
+            function=update_weights.receive_on_all_ranks,
+            why="tensors that cannot be read would end the server, or be missing on one rank",
+            until="SGLang answers for what a weight update raises, on all ranks alike",
+        )
+        for target in (
+            "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank",
+            f"{_WEIGHT_LOADER}.receive_weights_from_distributed",
+        )
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_LOADER}.{method}",
+            kind=HookType.AROUND,
+            function=update_weights.load_on_all_ranks,
+            why="weights that cannot be loaded would end the server, or be new on some ranks alone",
+            until="SGLang answers for what a weight update raises, on all ranks alike",
+        )
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "load_weights_from_distributed",
+            "update_weights_from_ipc",
+        )
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info",
+        kind=HookType.AROUND,
+        function=update_weights.update_model_path_info,
+        why="after an update of the drafter the server would go by the drafter's name",
+        until="the request says whose weights it updates",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        kind=HookType.AFTER,
+        function=admin.answer_errors,
+        why="the scheduler ends with the first administrative request that fails",
+        until="SGLang answers for what its handlers raise",
+    ),
+    Hook(
+        target="sglang.srt.managers.communicator.FanOutCommunicator.queueing_call",
+        kind=HookType.AROUND,
+        function=admin.raise_errors,
+        why="the answers of some administrative requests have no field for an error",
+        until="they have one",
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging",
+        kind=HookType.AROUND,
+        function=admin.configure_logging,
+        why="an unknown level gets a 500 without a message",
+        until="it gets a 400",
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.set_internal_state",
+        kind=HookType.AROUND,
+        function=admin.set_internal_state,
+        why="acceptance thresholds would be accepted, shown and ignored",
+        until="SGLang asks the worker what may be set",
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{method}",
+            kind=HookType.AROUND,
+            function=admin.check_memory_tags,
+            why="memory that is released or resumed twice ends the server",
+            until="SGLang checks all tags first",
+        )
+        for method in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.profiler_manager.SchedulerProfilerManager._profile",
+        kind=HookType.AROUND,
+        function=admin.profile,
+        why="what keeps a profile from being written ends the server when it is",
+        until="SGLang checks a request for a profile when it comes",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        kind=HookType.AFTER,
+        function=sampler.needs_the_last_result,
+        why="a custom logit processor reads the request's output, and a grammar of a mixed batch has to be up to it; "
+        "overlap scheduling has not yet seen it",
+        until="custom logit processors get the output tokens handed to them, and mixed batches wait for grammars",
+    ),
+    Hook(
+        target="sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        kind=HookType.AROUND,
+        function=sampler.sample_by_row,
+        why="the tokens of a seeded request change with the filters of the requests beside it",
+        until="the sampler decides for each row in which order it draws",
+    ),
+    Hook(
+        target="sglang.srt.layers.sampler.Sampler._preprocess_logits",
+        kind=HookType.AROUND,
+        function=failing.preprocess_logits,
+        why="a row without a token to choose, or a custom logit processor that raises, ends the server",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target=f"{_RESULTS}.process_batch_result_prefill",
+        kind=HookType.BEFORE,
+        function=failing.fail_prefilled,
+        why="a request whose first token cannot be chosen has to end with an error",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target=f"{_RESULTS}._resolve_spec_v2_tokens",
+        kind=HookType.AFTER,
+        function=failing.fail_decoded,
+        why="a request whose next token cannot be chosen has to end with an error",
+        until="SGLang fails the request that the row is of",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        kind=HookType.AFTER,
+        function=validate.make_harmless,
+        why="a refused request is prefilled all the same, and trips over what is wrong with it",
+        until="SGLang answers a refused request without running it",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        kind=HookType.AROUND,
+        function=finishing.update_finish_state,
+        why="of the tokens of a cycle, one behind the first that ends a request may be taken for its end, and those "
+        "behind it are counted as reasoning",
+        until="SGLang looks for what comes first in the text, and counts no further",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req._check_str_based_finish",
+        kind=HookType.AROUND,
+        function=stop_regex.check_str_based_finish,
+        why="a stop_regex that backtracks holds up the scheduler for ever",
+        until="SGLang bounds the time of a search",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind=HookType.AFTER,
+        function=report_worker,
+        why="users and benchmarks must be able to tell which DFLASH worker serves",
+        until="BaseSpecWorker can describe itself in /server_info",
+    ),
+]
+
+
+def register() -> None:
+    hooks.register(HOOKS)
+    if is_cuda():
+        hooks.register(FA3_HOOKS)
+    if is_flashinfer_available():
+        hooks.register(FLASHINFER_HOOKS)

@@ -1,0 +1,750 @@
+"""The ledger's entries: each symbol of SGLang that this package builds on, which file of ours does, and why.
+
+It has what we replace, subclass, read by a private name or change, and what ours must follow exactly, but not what is
+only called for what its public name says. An entry names a function, a class (with all its methods), a constant, or an
+attribute: a field of a class, or what its methods assign to `self`. It names the module that defines it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sglang_dflash.ledger.source import Source
+
+_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_OVERLAP = "sglang.srt.managers.overlap_utils"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_GRAPHS = "sglang.srt.model_executor.runner"
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_ATTENTION = "sglang.srt.layers.attention"
+_FA3 = f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend"
+_FLASHINFER = f"{_ATTENTION}.flashinfer_backend"
+_TRITON = f"{_ATTENTION}.triton_backend.TritonAttnBackend"
+_TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
+_LOGITS_OUTPUT = "sglang.srt.layers.logits_processor.LogitsProcessorOutput"
+_RESULT = "sglang.srt.managers.utils.GenerationBatchResult"
+_MAMBA_POOL = "sglang.srt.mem_cache.memory_pool.MambaPool"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
+_PARAMS = "sglang.srt.sampling.sampling_params"
+_PENALTIES = "sglang.srt.sampling.penaltylib"
+_RELOADS = "sglang.srt.managers.io_struct"
+_CAPTURE = "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one file of ours builds on.
+
+    Attributes:
+        user: the file, in the package.
+        why: what of the symbols it relies on.
+        symbols: dotted paths.
+    """
+
+    user: str
+    why: str
+    symbols: tuple[str, ...]
+
+
+USES = (
+    # --- arguments ----------------------------------------------------------------------------------------------------
+    Use(
+        "server_args/arguments.py",
+        "how arguments are written and read while they are being resolved",
+        (
+            "sglang.srt.arg_groups.overrides.declare_resolution",
+            "sglang.srt.arg_groups.model_override_base.resolving_view",
+            "sglang.srt.arg_groups.model_override_base.resolved_view",
+        ),
+    ),
+    Use(
+        "server_args/arguments.py",
+        "keeps the most rows of a block where we have put them, in `_max_speculative_num_draft_tokens`",
+        ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
+    ),
+    Use(
+        "engine/graphs.py",
+        "the configuration that backends are built by is changed, and changed back",
+        ("sglang.srt.runtime_context.RuntimeContext.override",),
+    ),
+    Use(
+        "draft/runner.py",
+        "the configuration that models are built by is changed, and changed back",
+        ("sglang.srt.runtime_context._ConfigBag.override",),
+    ),
+    Use("hook_table.py", "our drafter is registered in it", ("sglang.srt.models.registry._ModelRegistry",)),
+    # --- the worker and its cycle -----------------------------------------------------------------------------------
+    Use(
+        "engine/worker.py",
+        "our worker's base class: what the scheduler asks of a worker",
+        ("sglang.srt.speculative.base_spec_worker.BaseSpecWorker",),
+    ),
+    Use(
+        "engine/worker.py",
+        "the order in which the scheduler sets a worker up, and what it hands over",
+        (f"{_SCHEDULER}.maybe_init_draft_worker", f"{_SCHEDULER}.init_model_worker"),
+    ),
+    Use(
+        "engine/worker.py",
+        "who restores the batch that a cycle overwrites, and when a cycle's results are relayed",
+        (
+            f"{_SCHEDULER}.run_batch",
+            f"{_SCHEDULER}._forward_isolation",
+            f"{_SCHEDULE_BATCH}.input_ids",
+            f"{_SCHEDULE_BATCH}.out_cache_loc",
+            f"{_SCHEDULE_BATCH}.forward_mode",
+            f"{_SCHEDULE_BATCH}.seq_lens_cpu",
+            f"{_SCHEDULE_BATCH}.seq_lens_sum",
+            f"{_SCHEDULE_BATCH}.spec_info",
+        ),
+    ),
+    Use(
+        "engine/worker.py",
+        "how the scheduler reads a result: the layout of its tokens, its lengths, and what goes on to the next cycle",
+        (
+            _RESULT,
+            f"{_LOGITS_OUTPUT}.hidden_states",
+            f"{_RESULTS}._resolve_spec_v2_tokens",
+            f"{_RESULTS}.process_batch_result_decode",
+            f"{_RESULTS}.process_batch_result_prefill",
+            f"{_RESULTS}._append_decode_hidden_states",
+            f"{_RESULTS}.advance_grammar_fsm",
+        ),
+    ),
+    Use(
+        "engine/worker.py",
+        "a TARGET_VERIFY batch of blocks is made by it",
+        (f"{_FORWARD_BATCH}.init_new",),
+    ),
+    Use(
+        "engine/worker.py",
+        "which backends make the scheduler wait for exact lengths on the CPU",
+        (f"{_OVERLAP}.decide_needs_cpu_seq_lens",),
+    ),
+    Use(
+        "engine/cycle.py",
+        "the drafter's batch is a copy of the target's with lengths of its own",
+        (f"{_FORWARD_BATCH}.seq_lens", "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"),
+    ),
+    Use(
+        "draft/runner.py",
+        "the drafter's worker is one of these with a configuration of its own",
+        (
+            "sglang.srt.managers.tp_worker.TpModelWorker",
+            "sglang.srt.managers.tp_worker.BaseTpWorker",
+            "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+            "sglang.srt.configs.model_config.ModelConfig.dtype",
+            "sglang.srt.layers.moe.utils.draft_model_build_scope",
+        ),
+    ),
+    Use(
+        "engine/relay.py",
+        "base classes of what travels with a batch",
+        (
+            "sglang.srt.speculative.spec_info.SpecInput",
+            "sglang.srt.speculative.spec_info.SpecInputType",
+            "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        ),
+    ),
+    Use(
+        "engine/relay.py",
+        "the scheduler, its batches and the overlap relay read and write the draft input",
+        (
+            f"{_OVERLAP}.FutureMap",
+            f"{_OVERLAP}.RelayPayload",
+            f"{_OVERLAP}.resolve_forward_inputs",
+            f"{_SCHEDULER}._relay_forward_payload",
+            "sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
+            f"{_SCHEDULE_BATCH}.prepare_for_decode",
+            f"{_SCHEDULE_BATCH}.filter_batch",
+            f"{_SCHEDULE_BATCH}.merge_batch",
+        ),
+    ),
+    Use(
+        "memory/reservation.py",
+        "KV slots of a block are reserved as SGLang counts them",
+        (
+            f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
+            f"{_SCHEDULE_BATCH}.maybe_evict_swa",
+            f"{_REQ}.decode_batch_idx",
+            "sglang.srt.mem_cache.allocation.alloc_for_spec_decode",
+            "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+            "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
+        ),
+    ),
+    Use(
+        "memory/pool_sizing.py",
+        "where SGLang is told which layers to capture, and of the drafter whose KV it makes room for",
+        (
+            f"{_CAPTURE}.dflash_use_aux_hidden_state",
+            f"{_CAPTURE}.dflash_target_layer_ids",
+            f"{_CAPTURE}.dflash_draft_num_layers",
+            f"{_CAPTURE}.draft_model_config",
+            f"{_CAPTURE}.draft_kv_num_layers",
+        ),
+    ),
+    Use(
+        "memory/pool_sizing.py",
+        "what SGLang leaves beside its pools, from which the cycles' memory is apart",
+        (
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+            "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb",
+        ),
+    ),
+    Use(
+        "memory/limits.py",
+        "limits of a request that the scheduler has accepted",
+        (
+            f"{_PARAMS}.SamplingParams.max_new_tokens",
+            f"{_PARAMS}.SamplingParams.min_new_tokens",
+        ),
+    ),
+    Use(
+        "memory/limits.py",
+        "which tokens of a turn the next one of a session finds in its KV slots",
+        (
+            "sglang.srt.managers.schedule_batch.ReqKvInfo.kv_committed_len",
+            "sglang.srt.session.streaming_session.SessionSlot.kv",
+            "sglang.srt.session.streaming_session.StreamingSession.try_match_prefix",
+        ),
+    ),
+    Use(
+        "memory/pool_sizing.py",
+        "no graph is larger than the requests that may run",
+        (f"{_GRAPHS}.base_cuda_graph_runner.get_batch_sizes_to_capture",),
+    ),
+    # --- graphs and attention ---------------------------------------------------------------------------------------
+    Use(
+        "engine/graphs.py",
+        "a graph returns the tensors that its capture has returned, and holds on to no others",
+        ("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",),
+    ),
+    Use(
+        "engine/graphs.py",
+        "the runner of the whole cycle's graphs is one of these: capture, replay and every buffer",
+        (
+            f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+            f"{_GRAPHS}.base_cuda_graph_runner.BaseCudaGraphRunner",
+            f"{_GRAPHS}.base_runner.BaseRunner",
+        ),
+    ),
+    Use(
+        "engine/graphs.py",
+        "replaced, so that SGLang captures with our runner",
+        (f"{_RUNNER}._decode_cuda_graph_runner_cls",),
+    ),
+    Use(
+        "engine/graphs.py",
+        "replaced, so that there is a row of it per request and not per verified token",
+        (f"{_RUNNER}.max_shared_logits_buffer_rows", "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput"),
+    ),
+    Use("engine/graphs.py", "builds backends for blocks of fewer tokens", (f"{_RUNNER}._get_attention_backend",)),
+    Use(
+        "engine/graphs.py",
+        "exchanged while blocks of fewer tokens are verified",
+        (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
+    ),
+    Use(
+        "engine/graphs.py",
+        "when a replay has read what the scheduler may change",
+        (f"{_ATTENTION}.base_attn_backend.SharedReadEnds", f"{_SCHEDULER}._apply_war_barrier"),
+    ),
+    Use(
+        "attention/plan.py",
+        "FA3's backend lays out blocks on the GPU alone, so that a graph can hold it",
+        (
+            f"{_FA3}.init_forward_metadata_out_graph",
+            f"{_FA3}.init_forward_metadata_in_graph",
+            f"{_FA3}._init_full_cg_decode_metadata",
+            f"{_FA3}._bind_metadata_buffers",
+            f"{_FA3}._apply_cuda_graph_metadata",
+            f"{_FA3}._set_decode_page_metadata",
+            f"{_FA3}._get_swa_write_locations",
+            f"{_FA3}._spec_read_seq_len_delta",
+            "sglang.kernels.ops.attention.metadata.normal_decode_set_metadata",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "widened, so that rows of a graph's page table hold a block that reaches past the context",
+        (f"{_FA3}.max_context_len", f"{_FA3}.max_num_pages", f"{_FA3}.init_cuda_graph_state"),
+    ),
+    Use(
+        "attention/plan.py",
+        "Triton's backend lays out blocks on the GPU alone, so that a graph can hold it",
+        (
+            f"{_TRITON}.init_forward_metadata_out_graph",
+            f"{_TRITON}._init_forward_metadata_out_graph",
+            f"{_TRITON}._build_cuda_graph_forward_metadata",
+            f"{_TRITON}._apply_cuda_graph_metadata",
+            f"{_TRITON}._update_target_verify_buffers",
+            f"{_TRITON}._target_verify_num_tokens_per_req",
+            f"{_TRITON}._fill_kv_indptr_and_indices",
+            f"{_TRITON}._fill_cuda_graph_swa_out_cache_loc",
+            f"{_ATTENTION}.triton_backend.update_sliding_window_buffer",
+            "sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "replaced, so that lists of KV slots have room for chains of drafts and not for trees, one for all widths",
+        (
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
+            f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_kv_indices",
+            f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_custom_mask",
+            f"{_TRITON}.init_cuda_graph_state",
+            f"{_TRITON}.cuda_graph_kv_indices",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "the backend beside full attention finds the slots of states on the GPU alone, so that a graph can hold it",
+        (
+            f"{_ATTENTION}.hybrid_linear_attn_backend.HybridLinearAttnBackend.attn_backend_list",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_forward_metadata_out_graph",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_cuda_graph_state",
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.init_forward_metadata_out_graph",
+            "sglang.kernels.ops.mamba.mamba_state_indices_triton.fused_replay_state_indices",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "slots of a batch over a graph's buffers are translated anew by it, and kept by its plan",
+        (
+            f"{_TRANSLATOR}.bind_runner_slots",
+            f"{_TRANSLATOR}.own_plan",
+            f"{_TRANSLATOR}.write_ids",
+            f"{_TRANSLATOR}.is_translating",
+            "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan",
+        ),
+    ),
+    Use(
+        "attention/fa3.py",
+        "blocks' attention follows it: where it writes KV, what it hands to FA3, and where its output goes",
+        (
+            f"{_FA3}.__init__",
+            f"{_FA3}.get_paged_mha_kv_cache",
+            f"{_FA3}.prepare_paged_mha_query",
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata",
+            "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+            "sglang.srt.layers.radix_attention.RadixAttention",
+            "sglang.srt.layers.radix_attention.AttentionType",
+            f"{_FORWARD_BATCH}._attn_output",
+        ),
+    ),
+    Use(
+        "attention/fa3.py",
+        "a block's schedule is computed with it, unless it is switched off",
+        (
+            f"{_FA3}._get_scheduler_metadata",
+            f"{_FA3}._disable_scheduler_metadata_precompute",
+            f"{_FA3}._compute_scheduler_metadata",
+        ),
+    ),
+    Use(
+        "attention/flashinfer_plan.py",
+        "a block's plan is made in the graph, in the buffers of this backend, as it makes it on the host",
+        (
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
+            f"{_FLASHINFER}.FlashInferAttnBackend._prepare_cuda_graph_metadata",
+            f"{_FLASHINFER}.FlashInferAttnBackend._create_prefill_wrappers",
+            f"{_FLASHINFER}.FlashInferAttnBackend.forward_extend",
+            f"{_FLASHINFER}.FlashInferAttnBackend._swa_kv_pool",
+            f"{_FLASHINFER}.FlashInferAttnBackend._resolve_swa_kv_pool",
+            f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill",
+            f"{_FLASHINFER}.WrapperDispatch",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.full_to_swa_index_mapping",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
+        ),
+    ),
+    Use(
+        "attention/flashinfer_window.py",
+        "leaves the window out of a block's plan, and a split size",
+        (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
+    ),
+    # --- models and layers ------------------------------------------------------------------------------------------
+    Use(
+        "engine/hidden_states.py",
+        "what a dense Qwen3-VL captures is set as its method sets it, and where its language model looks for it",
+        (
+            "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
+            "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.capture_aux_hidden_states",
+            "sglang.srt.models.qwen3_vl.Qwen3LLMModel.forward",
+            "sglang.srt.models.qwen2.Qwen2Model.layers_to_capture",
+        ),
+    ),
+    Use(
+        "draft/model.py",
+        "the drafter's layers are these with an attention of their own",
+        (
+            "sglang.srt.models.qwen3.Qwen3DecoderLayer",
+            "sglang.srt.models.qwen3.Qwen3Attention",
+        ),
+    ),
+    Use(
+        "attention/qwen3.py",
+        "norms, RoPE and KV write of a block are computed as these do",
+        (
+            "sglang.srt.models.utils.apply_qk_norm",
+            "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda",
+            "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+            "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+        ),
+    ),
+    Use(
+        "ops/small_m_linear.py",
+        "the method of unquantised layers, which is exchanged for a subclass",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+            "sglang.srt.layers.quantization.base_config.LinearMethodBase",
+            "sglang.srt.layers.quantization.base_config.QuantizeMethodBase",
+            "sglang.srt.layers.linear.LinearBase",
+            "sglang.srt.layers.linear.ColumnParallelLinear.forward",
+            "sglang.srt.layers.linear.RowParallelLinear.forward",
+            "sglang.srt.layers.quantization.unquant.initialize_bf16_gemm_config",
+        ),
+    ),
+    Use(
+        "ops/add_norm.py",
+        "norms, whose dispatch is exchanged for calls with a residual",
+        (
+            "sglang.srt.layers.layernorm.RMSNorm.__init__",
+            "sglang.srt.layers.layernorm._fp8_static_input_scale",
+            "sglang.srt.layers.layernorm.RMSNorm._quant_linear",
+            "sglang.srt.layers.layernorm.RMSNorm.fuse_input_quant",
+            "sglang.srt.layers.layernorm.RMSNorm.forward_cuda",
+            "sglang.srt.layers.layernorm.GemmaRMSNorm.__init__",
+            "sglang.srt.layers.layernorm.GemmaRMSNorm.forward_cuda",
+            "sglang.kernels.fused_op.BaseFusedOp",
+        ),
+    ),
+    Use(
+        "draft/shortlist.py",
+        "the weights of an lm_head are read past its method, where that multiplies by them and no more",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
+            "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding",
+        ),
+    ),
+    Use(
+        "cpu/packed_linear.py",
+        "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+            "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
+            "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method",
+        ),
+    ),
+    Use(
+        "attention/trees.py",
+        "attends in place of a target's backend, writes and moves its KV",
+        (
+            "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+            "sglang.srt.layers.radix_attention.RadixAttention",
+            "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+            "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+            "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+            "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
+        ),
+    ),
+    Use(
+        "engine/tree_cycle.py",
+        "adds depths to the positions that SGLang makes of the roots'",
+        (
+            f"{_FORWARD_BATCH}.compute_spec_mrope_positions",
+            f"{_FORWARD_BATCH}.mrope_positions",
+        ),
+    ),
+    Use(
+        "ops/small_m_linear.py",
+        "MLPs that do nothing to gate_up_proj's result but activate it, which is exchanged",
+        (
+            "sglang.srt.models.llama.LlamaMLP",
+            "sglang.srt.models.qwen2.Qwen2MLP",
+            "sglang.srt.layers.activation.SiluAndMul",
+            "sglang.srt.layers.dual_gemm.DualGemm.can_run",
+            "sglang.srt.layers.quantization.fp8_activation.DenseSiluAndMulQuant.forward_decode",
+        ),
+    ),
+    Use(
+        "draft/context.py",
+        "the pool's buffers, into which the drafter's keys and values are written",
+        ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",),
+    ),
+    Use(
+        "verify/logits.py",
+        "switched off while logits stay in their shards",
+        (
+            "sglang.srt.layers.logits_processor.LogitsProcessor.do_tensor_parallel_all_gather",
+            "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
+        ),
+    ),
+    # --- sampling -----------------------------------------------------------------------------------------------------
+    Use(
+        "verify/sampler.py",
+        "tokens of a block are chosen as SGLang chooses one: its sampler, and all that comes before it",
+        (
+            "sglang.srt.layers.sampler.Sampler",
+            f"{_RUNNER}.sample",
+            _SAMPLING,
+            f"{_PARAMS}.TOP_K_ALL",
+            "sglang.srt.speculative.spec_utils.GrammarTree",
+            "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
+        ),
+    ),
+    Use(
+        "verify/sampler.py",
+        "filled in for every token of the blocks of requests that ask for them, and read of no others",
+        (
+            f"{_RESULTS}._apply_decode_logprobs",
+            f"{_RESULTS}._normalize_decode_outputs",
+            f"{_RESULT}.copy_to_cpu",
+            f"{_LOGITS_OUTPUT}.next_token_logprobs",
+            f"{_LOGITS_OUTPUT}.next_token_top_logprobs_val",
+            f"{_LOGITS_OUTPUT}.next_token_top_logprobs_idx",
+            f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_val",
+            f"{_LOGITS_OUTPUT}.next_token_token_ids_logprobs_idx",
+        ),
+    ),
+    Use(
+        "requests/failing.py",
+        "a request that fails is ended as these end one",
+        (
+            "sglang.srt.layers.sampler.apply_custom_logit_processor",
+            f"{_SAMPLING.rpartition('.')[0]}.ProcessorEntry",
+            f"{_RESULT}.extra_keep_alive_refs",
+            f"{_RESULTS}.process_batch_result_decode",
+            f"{_REQ}.discard_output_reason",
+        ),
+    ),
+    Use(
+        "requests/finishing.py",
+        "a run of tokens is gone through as this goes through one, and answers are cut there",
+        (
+            f"{_REQ}.update_finish_state",
+            f"{_REQ}._check_token_based_finish",
+            f"{_REQ}._cap_finished_len_at_max_new_tokens",
+            f"{_REQ}.to_finish",
+            f"{_REQ}.grammar",
+            f"{_REQ}.output_ids",
+            f"{_REQ}.output_ids_through_stop",
+        ),
+    ),
+    Use(
+        "requests/finishing.py",
+        "reasoning begins with the output, and is counted as far as a run goes",
+        (
+            f"{_REQ}.reasoning_tokens",
+            f"{_REQ}._think_start_match_len",
+            f"{_REQ}.update_reasoning_tokens",
+            f"{_REQ}.update_self_opened_reasoning_tokens",
+        ),
+    ),
+    Use(
+        "requests/stop_regex.py",
+        "whether and where a stop_regex ends a request is decided as there",
+        (
+            f"{_REQ}._locate_str_stop_finished_len",
+            f"{_REQ}._stop_match_tail_len",
+            f"{_REQ}.finished_reason",
+            f"{_REQ}.finished_len",
+        ),
+    ),
+    Use(
+        "verify/penalties.py",
+        "set anew for a retracted request, and applied to blocks as these define them",
+        (
+            f"{_SAMPLING}.acc_additive_penalties",
+            f"{_SAMPLING}.acc_scaling_penalties",
+            f"{_PENALTIES}.frequency_penalty.BatchedFrequencyPenalizer",
+            f"{_PENALTIES}.presence_penalty.BatchedPresencePenalizer",
+            f"{_PENALTIES}.repetition_penalty.BatchedRepetitionPenalizer",
+            f"{_PENALTIES}.min_new_tokens.BatchedMinNewTokensPenalizer",
+        ),
+    ),
+    Use(
+        "requests/validate.py",
+        "exchanged in a refused request",
+        (
+            f"{_REQ}.return_routed_experts",
+            f"{_REQ}.return_indexer_topk",
+            f"{_REQ}.return_sampling_mask",
+            f"{_REQ}.custom_logit_processor",
+            f"{_REQ}.sampling_params",
+        ),
+    ),
+    Use(
+        "requests/validate.py",
+        "every field of it is known to be honoured, or refused",
+        (f"{_PARAMS}.SamplingParams",),
+    ),
+    Use(
+        "requests/update_weights.py",
+        "set to the target where a request does not choose",
+        (
+            f"{_RELOADS}.BeginWeightUpdateReqInput.selector",
+            f"{_RELOADS}.UpdateWeightsFromTensorReqInput.selector",
+            f"{_RELOADS}.UpdateWeightsFromDistributedReqInput.selector",
+        ),
+    ),
+    Use(
+        "requests/admin.py",
+        "handlers of requests are exchanged in its table",
+        (f"{_SCHEDULER}._request_dispatcher", "sglang.utils.TypeBasedDispatcher"),
+    ),
+    Use(
+        "requests/admin.py",
+        "rid has the message of an answer that has no field for it; tags are told apart and completed",
+        (
+            f"{_RELOADS}.BaseReq.rid",
+            f"{_RELOADS}.ReleaseMemoryOccupationReqInput.tags",
+            f"{_RELOADS}.ResumeMemoryOccupationReqInput.tags",
+        ),
+    ),
+    Use(
+        "requests/update_weights.py",
+        "copied for an update of the target, without the drafter",
+        ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
+    ),
+    Use(
+        "requests/update_weights.py",
+        "times an update of the drafter, too",
+        ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",),
+    ),
+    # --- recurrent targets ------------------------------------------------------------------------------------------
+    Use(
+        "verify/recurrent_state.py",
+        "where the inputs of verified tokens take the place of states, and how they are laid out",
+        (
+            f"{_MAMBA_POOL}.SpeculativeState",
+            f"{_MAMBA_POOL}.State",
+            f"{_MAMBA_POOL}.mamba_cache",
+            f"{_MAMBA_POOL}.mem_usage",
+            f"{_MAMBA_POOL}.replayssm_spec_fold",
+            f"{_MAMBA_POOL}._intermediate_conv_window_phys",
+            "sglang.srt.configs.mamba_utils.Mamba2StateShape",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "which verification reads and writes what of them, and leaves the states alone but for the convolutions'",
+        (
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.forward_extend",
+            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend._init_target_verify_qkv_routing",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._forward_metadata",
+            f"{_ATTENTION}.linear.utils.select_verify_intermediate_state_indices",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton._causal_conv1d_update_kernel",
+        ),
+    ),
+    Use(
+        "ops/reference/delta_rule.py",
+        "rounded as states of decoding requests are",
+        (
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+            "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode_kernel",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "which slots a request has, and in which of them the scheduler looks for the state at which boundary",
+        (
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_index_mapping",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_ping_pong_track_buffer_mapping",
+            f"{_SCHEDULE_BATCH}._mamba_radix_cache_v2_req_prepare_for_extend",
+            f"{_RESULTS}._mamba_check_track_boundary",
+            f"{_RESULTS}._mamba_prefix_cache_update",
+            "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent._select_finished_checkpoint",
+            "sglang.srt.runtime_context.mamba_track_grid",
+        ),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "left out of the batch of a cycle",
+        tuple(f"{_SCHEDULE_BATCH}.mamba_track_{name}" for name in ("indices", "mask", "seqlens")),
+    ),
+    Use(
+        "verify/recurrent_state.py",
+        "asked for the slots of a running request, and shown no algorithm while it divides memory",
+        (
+            f"{_CONFIGURATOR}._calculate_mamba_ratio",
+            f"{_CONFIGURATOR}.spec_algorithm",
+        ),
+    ),
+    # --- a machine without a GPU ------------------------------------------------------------------------------------
+    Use(
+        "cpu/torch_native.py",
+        "our backend's base classes",
+        (
+            f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
+            f"{_ATTENTION}.base_attn_backend.AttentionBackend",
+        ),
+    ),
+    Use(
+        "cpu/plugin.py",
+        "our backend takes the place of SGLang's, and is added to the deterministic ones",
+        (
+            f"{_ATTENTION}.attention_registry.register_attention_backend",
+            "sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices",
+        ),
+    ),
+    Use("cpu/platform.py", "the CPU engine is asked for as it says", ("sglang.srt.platforms._is_cpu_available",)),
+    # --- the plugin -------------------------------------------------------------------------------------------------
+    Use(
+        "plugin.py",
+        "hooked: a server that is asked for DFLASH goes by",
+        (
+            "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args",
+            f"{_SCHEDULER}.__init__",
+        ),
+    ),
+    Use(
+        "plugin.py",
+        "when plugins are loaded, and what becomes of a plugin or a hook that fails",
+        (
+            "sglang.srt.plugins.load_plugins",
+            "sglang.srt.plugins.hook_registry.HookRegistry",
+            "sglang.srt.plugins.hook_registry._wrap_fn",
+        ),
+    ),
+)
+
+
+def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
+    """By symbol, who builds on it: `USES`, and the package's hooks as Python has them now, or as they are recorded."""
+    by_symbol: dict[str, list[Use]] = defaultdict(list)
+    for use in (*hooked, *USES):
+        for symbol in use.symbols:
+            by_symbol[symbol].append(use)
+    return dict(sorted(by_symbol.items()))
+
+
+def hooked() -> tuple[Use, ...]:
+    """The targets of all hooks, also of those that this machine has no use for. It imports SGLang."""
+    from sglang_dflash.attention.fa3 import FA3_HOOKS
+    from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
+    from sglang_dflash.cpu.hooks import CPU_HOOKS
+    from sglang_dflash.hook_table import HOOKS
+
+    source, uses = Source.installed(), []
+    for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):
+        # PyTorch's are none of SGLang's.
+        if hook.target.startswith("sglang."):
+            user = hook.function.__module__.removeprefix("sglang_dflash.").replace(".", "/")
+            symbol = hook.target
+            if source.fingerprint(symbol) is None:
+                # Imported to where it is hooked.
+                function = inspect.unwrap(pkgutil.resolve_name(symbol))
+                symbol = f"{function.__module__}.{function.__qualname__}"
+            uses.append(Use(f"{user}.py", f"hooked: {hook.why}", (symbol,)))
+    return tuple(uses)

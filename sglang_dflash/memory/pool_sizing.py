@@ -1,0 +1,168 @@
+"""What SGLang must know of DFLASH where it sizes its pools: captured layers, the drafter's KV, what cycles need."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+import torch
+from sglang.srt.configs.model_config import is_deepseek_v4
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
+
+from sglang_dflash.attention.plan import INDEX_DTYPES
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft.runner import draft_model_config
+from sglang_dflash.server_args.arguments import load_drafter_config
+from sglang_dflash.settings import SETTINGS
+from sglang_dflash.verify.sampler import sampler_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_target_capture(original, *, config, server_args, model_config, spec_algorithm, is_draft_worker) -> None:
+    """AROUND `spec_aux_hidden_state._resolve_dflash_aux_hidden_state`.
+
+    Fills `config` (`SpecAuxHiddenStateConfig`) of the target's model runner with the layers to capture, and with the
+    drafter whose KV SGLang makes room for in the target's memory budget (`draft_kv_budget`).
+
+    Raises:
+        ConfigError: SGLang sizes the target's pools without asking for a drafter's KV.
+    """
+    if not spec_algorithm.is_dflash():
+        original(
+            config=config,
+            server_args=server_args,
+            model_config=model_config,
+            spec_algorithm=spec_algorithm,
+            is_draft_worker=is_draft_worker,
+        )
+        return
+    if is_draft_worker:
+        return
+    if is_deepseek_v4(model_config.hf_config):
+        raise ConfigError(
+            f"the target {model_config.model_path} keeps its KV in pools that DFLASH cannot share a memory budget with "
+            "(DSV4PoolConfigurator)."
+        )
+    drafter = load_drafter_config(server_args)
+    config.dflash_use_aux_hidden_state = True
+    config.dflash_target_layer_ids = list(drafter.target_layer_ids)
+    config.draft_model_config = draft_model_config(server_args, model_config.context_len, model_config.dtype)
+    config.draft_kv_num_layers = config.dflash_draft_num_layers = len(drafter.layers)
+
+
+@dataclass(frozen=True)
+class CycleMemory:
+    """What decode cycles of as many requests as may run need beside the pools, on one rank, in bytes.
+
+    Attributes:
+        logits: of all verified tokens (see `logit_bytes`), while they are computed: in the largest graph, in whose
+            memory the others are, and without a graph for batches that are larger than all of them.
+        sampler: what SGLang's sampler holds at its most, of the requests whose tokens it chooses.
+        indices: the attention backends' lists of the KV that the graphs' blocks see.
+        context: the drafter's k and v projections of all layers, side by side, besides the drafter's own weights.
+    """
+
+    logits: int
+    sampler: int
+    indices: int
+    context: int
+
+    @classmethod
+    def of(cls, configurator: KVCacheConfigurator) -> CycleMemory:
+        """Of the server that the target's pools are configured for."""
+        model_config, block_size = configurator.model_config, get_spec().speculative_num_draft_tokens
+        running = get_schedule().max_running_requests
+        decode = get_exec().graph.cuda_graph_config.decode
+        # SGLang makes no graph that is larger than the requests that may run.
+        captured = 0 if decode.backend == Backend.DISABLED else min(decode.max_bs, running)
+        rows = (captured + (running if running > captured else 0)) * block_size
+        per_request = sampler_bytes(model_config.vocab_size, block_size)
+        at_a_time = min(running * per_request, max(SETTINGS.sampler_bytes, per_request))
+        is_seeded = get_exec().deterministic.enable_deterministic_inference
+        backends = (attention_backends()[1], get_spec().speculative_draft_attention_backend)
+        # Of a target with windows there is a list for its sliding layers, and one for the others.
+        index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
+        index_bytes *= 1 + configurator.is_hybrid_swa
+        capture = configurator.spec_aux_config
+        drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
+        num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
+        return cls(
+            logits=rows * model_config.vocab_size * logit_bytes(configurator),
+            sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),
+            indices=captured * model_config.context_len * index_bytes,
+            context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{num_bytes / 2**20:.0f} MiB for {name}" for name, num_bytes in asdict(self).items())
+        return f"Decode cycles are left {parts}, beside what mem_fraction_static leaves."
+
+
+def logit_bytes(configurator: KVCacheConfigurator) -> int:
+    """What one of a verified token's logits takes at most: in the lm_head's dtype; gathered from the ranks, once in
+    their order and once in that of the vocabulary; and capped, in float32 beside."""
+    config = configurator.model_config.hf_text_config.to_dict()
+    is_float32 = get_exec().features.enable_fp32_lm_head or config.get("enable_lm_head_fp32", False)
+    itemsize = torch.float32.itemsize if is_float32 else configurator.model_dtype.itemsize
+    num_bytes = itemsize if get_parallel().tp_size == 1 else 2 * itemsize
+    return num_bytes + torch.float32.itemsize * bool(config.get("final_logit_softcapping"))
+
+
+def leave_memory_for_cycles(
+    original, configurator: KVCacheConfigurator, budget_bytes: int, *, cap_tokens: int | None = None
+) -> MemoryPoolConfig:
+    """AROUND `KVCacheConfigurator.config_from_budget`, which divides the memory that the pools may take.
+
+    What SGLang leaves to everything else is for servers that choose one token per request at a time.
+    """
+    if configurator.spec_algorithm.is_dflash() and not configurator.is_draft_worker:
+        memory = CycleMemory.of(configurator)
+        logger.info("%s", memory)
+        budget_bytes -= memory.total
+    return original(configurator, budget_bytes, cap_tokens=cap_tokens)
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """What a token costs in the pools as they are allocated, for the log and `/server_info`.
+
+    Attributes:
+        capacity: tokens that the target's full-attention layers have room for, before CUDA graphs take theirs.
+        target_bytes_per_token, drafter_bytes_per_token: of one rank. A windowed target's include its share of the
+            smaller pool of the sliding layers.
+        drafter_dtype: of the drafter's keys and values.
+    """
+
+    capacity: int
+    target_bytes_per_token: float
+    drafter_bytes_per_token: float
+    drafter_dtype: torch.dtype
+
+    @classmethod
+    def measure(cls, target: KVCache, drafter: KVCache) -> KVMemory:
+        return cls(drafter.size, _bytes_per_token(target), _bytes_per_token(drafter), drafter.dtype)
+
+    def __str__(self) -> str:
+        return (
+            f"KV memory per token: {self.target_bytes_per_token:.0f} bytes of the target, "
+            f"{self.drafter_bytes_per_token:.0f} bytes of the drafter ({self.drafter_dtype}); "
+            f"room for {self.capacity} tokens."
+        )
+
+
+def _bytes_per_token(pool: KVCache) -> float:
+    sizes = pool.get_kv_size_bytes()
+    # MLA pools hold one latent, the others keys and values.
+    num_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes
+    # Pools have one page more than they give out: where padded rows write.
+    # Of a NumPy number, as SGLang counts, a number that JSON has.
+    return float(num_bytes / (pool.size + pool.page_size))

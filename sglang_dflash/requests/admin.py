@@ -1,0 +1,207 @@
+"""Administration: a request that cannot be served gets an answer that says why, and the server lives on.
+
+SGLang's scheduler ends with the first exception that one of these requests raises, and some of their answers have no
+field for an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    ConfigureLoggingReq,
+    EndWeightUpdateReqInput,
+    EndWeightUpdateReqOutput,
+    ExpertDistributionReq,
+    ExpertDistributionReqOutput,
+    InitWeightsSendGroupForRemoteInstanceReqInput,
+    InitWeightsSendGroupForRemoteInstanceReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqOutput,
+    ProfileReq,
+    ProfileReqOutput,
+    ProfileReqType,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    SendWeightsToRemoteInstanceReqInput,
+    SendWeightsToRemoteInstanceReqOutput,
+    SetInternalStateReq,
+    SetInternalStateReqOutput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromDistributedReqOutput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromIPCReqOutput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsFromTensorReqOutput,
+)
+from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
+from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_dflash.server_args.arguments import IGNORED, is_dflash, serves_dflash
+
+logger = logging.getLogger(__name__)
+
+
+class AdminError(Exception):
+    """A request that is refused or has failed; the message is what its caller gets."""
+
+
+# How each request is answered that has failed.
+_ANSWERS: dict[type, Callable] = {
+    BeginWeightUpdateReqInput: partial(BeginWeightUpdateReqOutput, success=False),
+    EndWeightUpdateReqInput: partial(EndWeightUpdateReqOutput, success=False),
+    InitWeightsSendGroupForRemoteInstanceReqInput: partial(
+        InitWeightsSendGroupForRemoteInstanceReqOutput, success=False
+    ),
+    InitWeightsUpdateGroupReqInput: partial(InitWeightsUpdateGroupReqOutput, success=False),
+    SendWeightsToRemoteInstanceReqInput: partial(SendWeightsToRemoteInstanceReqOutput, success=False),
+    UpdateWeightFromDiskReqInput: partial(UpdateWeightFromDiskReqOutput, success=False, num_paused_requests=0),
+    UpdateWeightsFromDistributedReqInput: partial(UpdateWeightsFromDistributedReqOutput, success=False),
+    UpdateWeightsFromIPCReqInput: partial(UpdateWeightsFromIPCReqOutput, success=False),
+    UpdateWeightsFromTensorReqInput: partial(UpdateWeightsFromTensorReqOutput, success=False),
+}
+# These answers have no field for a message, or HTTP does not show it: `rid`, else empty, brings it to `raise_errors`.
+_MUTE_ANSWERS: dict[type, Callable] = {
+    ExpertDistributionReq: ExpertDistributionReqOutput,
+    ProfileReq: partial(ProfileReqOutput, success=False, message=""),
+    ReleaseMemoryOccupationReqInput: ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput: ResumeMemoryOccupationReqOutput,
+    SetInternalStateReq: partial(SetInternalStateReqOutput, updated=False),
+}
+# What `/configure_logging` may be asked for, as the flags of the same names.
+_LOGGING = {
+    "log_requests_level": (0, 1, 2, 3),
+    "log_requests_format": ("text", "json"),
+    "log_level": [name.lower() for name in logging.getLevelNamesMapping()],
+}
+
+
+def answer_errors(result, scheduler) -> None:
+    """AFTER `Scheduler.init_request_dispatcher`."""
+    if not scheduler.spec_algorithm.is_dflash():
+        return
+    handlers = scheduler._request_dispatcher._mapping
+    for answers, field in ((_ANSWERS, "message"), (_MUTE_ANSWERS, "rid")):
+        for request, answer in answers.items():
+            handlers[request] = partial(_handle, handlers[request], answer, field)
+
+
+def _handle(handler: Callable, answer: Callable, field: str, recv_req: Any) -> Any:
+    name = type(recv_req).__name__
+    try:
+        return handler(recv_req)
+    except AdminError as error:
+        logger.error("%s: %s", name, error)
+        message = str(error)
+    # Whatever it is: SGLang's handlers assert, look names up in dictionaries, and raise `Exception` itself. None of
+    # them is part of a step, so that the caller can be told and the log has the traceback.
+    except Exception as error:
+        logger.exception("%s failed.", name)
+        message = describe(error)
+    return answer(**{field: message})
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+async def raise_errors(original, communicator: FanOutCommunicator, obj: Any) -> list:
+    """AROUND `FanOutCommunicator.queueing_call`: a 400 with the message that a mute answer carries."""
+    results = await original(communicator, obj)
+    if type(obj) in _MUTE_ANSWERS:
+        for result in results:
+            if result.rid is not None:
+                raise HTTPException(status_code=400, detail=result.rid)
+    return results
+
+
+def configure_logging(original, manager: TokenizerManager, obj: ConfigureLoggingReq) -> None:
+    """AROUND `TokenizerManager.configure_logging`, which would fail when it has changed a part, as would every request
+    that is to be logged after."""
+    if is_dflash(manager.server_args):
+        level = obj.log_level and obj.log_level.lower()
+        asked = obj.log_requests_level, obj.log_requests_format, level
+        for (field, known), value in zip(_LOGGING.items(), asked, strict=True):
+            if value is not None and value not in known:
+                expected = ", ".join(map(str, known))
+                raise HTTPException(status_code=400, detail=f"{field}={value!r}: expected one of {expected}.")
+    original(manager, obj)
+
+
+def set_internal_state(
+    original, controller: SchedulerInternalStateController, recv_req: SetInternalStateReq
+) -> SetInternalStateReqOutput:
+    """AROUND `SchedulerInternalStateController.set_internal_state`: what a flag may not set, a request may not."""
+    if controller.scheduler.spec_algorithm.is_dflash():
+        for name in recv_req.server_args:
+            if name in IGNORED:
+                raise AdminError(f"{name} is not supported with DFLASH.")
+    return original(controller, recv_req)
+
+
+def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+    """AROUND `release_memory_occupation` and `resume_memory_occupation` of `SchedulerWeightUpdaterManager`:
+    torch_memory_saver ends a process that does either twice, and SGLang forgets the tags before one that fails.
+
+    Resumed memory holds anything. Graphs read slots of row 0 for the requests that they are padded with.
+    """
+    if not manager.scheduler.spec_algorithm.is_dflash():
+        return original(manager, recv_req)
+    recv_req.tags = list(dict.fromkeys(recv_req.tags or GPU_MEMORY_ALL_TYPES))
+    is_release = isinstance(recv_req, ReleaseMemoryOccupationReqInput)
+    for tag in recv_req.tags:
+        if (tag in manager.offload_tags) == is_release:
+            state = "is released already" if is_release else "is not released"
+            raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
+    output = original(manager, recv_req)
+    if not is_release and GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
+        manager.scheduler.req_to_token_pool.req_to_token.zero_()
+    return output
+
+
+def profile(original, manager: SchedulerProfilerManager, recv_req: ProfileReq) -> ProfileReqOutput:
+    """AROUND `SchedulerProfilerManager._profile`: what fails later, in a step, would end the server."""
+    if not serves_dflash():
+        return original(manager, recv_req)
+    if recv_req.req_type == ProfileReqType.START_PROFILE:
+        _check_profile(recv_req)
+    output = original(manager, recv_req)
+    if not output.success:
+        raise AdminError(output.message)
+    return output
+
+
+def _check_profile(recv_req: ProfileReq) -> None:
+    activities = ["CPU", "GPU"] + ["MEM", "CUDA_PROFILER"] * torch.cuda.is_available()
+    for activity in recv_req.activities or []:
+        if activity not in activities:
+            raise AdminError(f"activities has {activity!r}, which is none of {', '.join(activities)}.")
+    if recv_req.profile_by_stage and not recv_req.num_steps:
+        raise AdminError(f"num_steps={recv_req.num_steps}: profile_by_stage needs the number of steps of each stage.")
+    for name in ("profile_prefix", "profile_id"):
+        if "/" in (getattr(recv_req, name) or ""):
+            raise AdminError(f"{name}={getattr(recv_req, name)!r} is a part of file names, which have no slash.")
+    if recv_req.output_dir is not None:
+        try:
+            folder = Path(recv_req.output_dir).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise AdminError(f"output_dir={recv_req.output_dir!r} cannot be written to: {error}") from error

@@ -1,0 +1,19 @@
+"""A plugin for the tests: a CPU verifies trees where nothing is said, as a GPU does.
+
+`support.plugins` installs it.
+"""
+
+from __future__ import annotations
+
+import os
+
+OBSTACLE = os.environ.get("DEFAULT_TREES_OBSTACLE")
+
+
+def register() -> None:
+    from sglang_dflash.engine import worker
+    from sglang_dflash.settings import SETTINGS
+
+    SETTINGS.tree_devices = ("cuda", "cpu")
+    if OBSTACLE is not None:
+        worker.tree_obstacle = lambda target_runner: OBSTACLE

@@ -1,0 +1,126 @@
+"""A plugin for the tests: drafts that are the target's own text with errors, for requests whose text is known.
+
+`KNOWN_TEXT` names a JSON file that may change while the server runs: `texts`, token by token, each of which goes on
+from a request's prompt; `fault`, what the server leaves out to show that a test would notice; and `record`, a folder
+for the states after every cycle. Drafts of other requests are wrong. To `--speculative-adaptive` four rows of a request
+are the best, whatever this machine is busy with. `support.plugins` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+VOCAB_SIZE = 1024
+
+
+class KnownText:
+    """The tokens to draft at every position of every request, in rows like those of `req_to_token`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._time = path, None
+        self.texts: list[list[int]] = []
+        self.fault: str | None = None
+        self.record: Path | None = None
+        self.table: torch.Tensor | None = None
+
+    def read(self) -> None:
+        time = self._path.stat().st_mtime_ns
+        if time != self._time:
+            content = json.loads(self._path.read_text())
+            self._time, self.texts, self.fault = time, content["texts"], content["fault"]
+            self.record = content["record"] and Path(content["record"])
+
+    def begin(self, req) -> None:
+        """A request is about to be prefilled."""
+        prompt = list(req.origin_input_ids)
+        text = next((text for text in self.texts if text[: len(prompt)] == prompt), [])
+        row = self.table[req.kv.req_pool_idx]
+        row.fill_(-1)
+        row[: len(text)] = torch.tensor(text, dtype=torch.int64, device=row.device)[: len(row)]
+
+    def write(self, rows: torch.Tensor, batch) -> None:
+        """rows [bs, W] int64: all but the first token of each are replaced."""
+        if rows.shape[1] == 1:
+            return
+        positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
+        known = self.table[batch.req_pool_indices[:, None], positions]
+        columns = torch.arange(rows.shape[1], device=rows.device)
+        # Of three blocks one is wrong in one place, one is right, and one is wrong in every place; all places occur.
+        kind, place = batch.seq_lens % 3, 1 + batch.seq_lens // 3 % (rows.shape[1] - 1)
+        wrong = (known < 0) | ((kind == 0)[:, None] & (columns == place[:, None])) | (kind == 2)[:, None]
+        drafts = torch.where(wrong, (known + 1) % VOCAB_SIZE, known)
+        rows[:, 1:] = drafts[:, 1:]
+
+    def save(self, states, slots: torch.Tensor, reqs: list, lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
+        """The states of a batch after a cycle, `lens` tokens long."""
+        content = {
+            "prompts": [len(req.origin_input_ids) for req in reqs],
+            "lens": lens.tolist(),
+            "accept_lens": accept_lens.tolist(),
+            "conv": states.conv[:, slots.long()].cpu(),
+            "temporal": states.temporal[:, slots.long()].cpu(),
+        }
+        torch.save(content, self.record / f"{len(list(self.record.iterdir()))}.pt")
+
+
+def register() -> None:
+    from sglang_dflash.engine.adaptive_width import MeasuredCost
+    from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.verify import recurrent_state
+
+    known = KnownText(Path(os.environ["KNOWN_TEXT"]))
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
+    add_cost = MeasuredCost._add
+    commit, step = recurrent_state.RecurrentState.commit, DFlashWorker.forward_batch_generation
+
+    def allocate(worker, *args, **kwargs):
+        alloc_memory_pool(worker, *args, **kwargs)
+        known.table = torch.full_like(worker.req_to_token_pool.req_to_token, -1, dtype=torch.int64)
+
+    def begin(worker, batch, on_publish):
+        fault = known.fault
+        known.read()
+        if known.fault not in (None, fault):
+            # What an earlier test has left in a slot may be right by chance.
+            states = worker.req_to_token_pool.mamba_pool.mamba_cache
+            states.temporal.zero_()
+            states.conv[0].zero_()
+        for req in batch.reqs:
+            known.begin(req)
+        return prefill(worker, batch, on_publish)
+
+    def overwrite(cycle, batch, *args):
+        known.read()
+        rows = draft(cycle, batch, *args)
+        known.write(rows, batch)
+        return rows
+
+    def commit_or_not(states, *args):
+        slots = states._slots
+        if known.fault == "track":
+            states._slots = replace(slots, kept=None)
+        if known.fault != "commit":
+            commit(states, *args)
+        states._slots = slots
+
+    def add_known_cost(cost, bs, width, seconds):
+        add_cost(cost, bs, width, bs * (1 + width / 16 if width <= 4 else width))
+
+    def recorded(worker, batch, *args, **kwargs):
+        is_decode = batch.forward_mode.is_decode()
+        result = step(worker, batch, *args, **kwargs)
+        if is_decode and known.record is not None:
+            slots = worker.req_to_token_pool.get_mamba_indices(batch.req_pool_indices)
+            known.save(worker._states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
+        return result
+
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
+    DFlashWorker.forward_batch_generation = recorded
+    MeasuredCost._add = add_known_cost
+    recurrent_state.RecurrentState.commit = commit_or_not

@@ -1,0 +1,52 @@
+"""A plugin for the tests: a decode cycle in which the host waits for the GPU ends the server; it records the others.
+
+`support.plugins` installs it. Only the worker's step is checked: the scheduler has to wait for results.
+"""
+
+import functools
+import itertools
+import json
+import os
+
+import torch
+
+RECORDS = os.environ.get("SYNC_CHECK_RECORDS")
+# Cycles that may still set something up.
+WARM_UP = 8
+
+
+def is_noticed(tensor: torch.Tensor) -> bool:
+    """Whether a wait would end the server here."""
+    try:
+        tensor.sum().item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def register():
+    if RECORDS is None:
+        return
+    from sglang_dflash.engine.worker import DFlashWorker
+
+    step = DFlashWorker.forward_batch_generation
+    cycles = itertools.count()
+
+    @functools.wraps(step)
+    def checked(worker, batch, *args, **kwargs):
+        if not batch.forward_mode.is_decode() or next(cycles) < WARM_UP:
+            return step(worker, batch, *args, **kwargs)
+        bs = batch.batch_size()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            entry = {"bs": bs, "waits_are_noticed": is_noticed(batch.seq_lens)}
+            entry["plain"] = not worker._sampler.overruled(batch)
+            result = step(worker, batch, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        entry["replayed"] = result.can_run_cuda_graph
+        with open(RECORDS, "a") as f:
+            f.write(json.dumps(entry) + "\n")
+        return result
+
+    DFlashWorker.forward_batch_generation = checked

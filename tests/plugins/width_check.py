@@ -1,0 +1,50 @@
+"""A plugin for the tests: the cycles of a batch size take every width in turn, and each is recorded.
+
+`support.plugins` installs it.
+"""
+
+import functools
+import itertools
+import json
+import math
+import os
+from collections import defaultdict
+
+RECORDS = os.environ.get("WIDTH_CHECK_RECORDS")
+
+
+def register():
+    if RECORDS is None:
+        return
+    from sglang_dflash.engine.adaptive_width import VerifyWidth
+    from sglang_dflash.engine.worker import DFlashWorker
+    from sglang_dflash.ops import add_norm, small_m_linear
+    from sglang_dflash.settings import SETTINGS
+
+    # The tiny pair never keeps a GPU computing.
+    SETTINGS.busy = 0
+    # And its weights are smaller than those for which the kernels for few rows and for norms are there.
+    small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
+    add_norm.is_plain_norm = lambda norm: True
+    turns = defaultdict(itertools.count)
+
+    def choose(self, bs, more=0.0, least=0.0):
+        possible = [width for width in self._widths if self._cost(bs, width) < math.inf]
+        self._pending.append(possible[next(turns[bs]) % len(possible)])
+        return self._pending[-1]
+
+    VerifyWidth.choose = choose
+
+    step = DFlashWorker.forward_batch_generation
+
+    @functools.wraps(step)
+    def recorded(worker, batch, *args, **kwargs):
+        is_cycle, bs = batch.forward_mode.is_decode(), batch.batch_size()
+        result = step(worker, batch, *args, **kwargs)
+        if is_cycle:
+            width, replayed = result.speculative_num_draft_tokens, result.can_run_cuda_graph
+            with open(RECORDS, "a") as f:
+                f.write(json.dumps({"bs": bs, "width": width, "replayed": replayed}) + "\n")
+        return result
+
+    DFlashWorker.forward_batch_generation = recorded

@@ -1,0 +1,269 @@
+"""Batch-1 greedy DFlash decoding over an HF target, in plain torch: the oracle of the tests.
+
+Legend of shapes: n prompt tokens, B block size, N nodes of a tree, F = len(target_layer_ids) * hidden_size.
+"""
+
+import copy
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from support.oracle.drafter import LayerKV, ReferenceDrafter
+from support.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DFlashOutput:
+    """What one request produced.
+
+    Attributes:
+        tokens: the generated tokens, cut at `max_new_tokens` and after the first stop token (which is kept).
+        accept_lengths: per verify cycle, the committed tokens with the bonus, 1..B; not cut. The first token
+            comes from the prefill and belongs to no cycle.
+        margin: of the cycle with trees that was closest to another length; see `support.oracle.tree.margin`.
+    """
+
+    tokens: list[int]
+    accept_lengths: list[int]
+    margin: float = math.inf
+
+
+@torch.inference_mode()
+def dflash_generate(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    block_size: int | None = None,
+    draft_window: int | None = None,
+    page_size: int = 1,
+    stop_token_ids: Collection[int] = (),
+    num_nodes: int | None = None,
+    num_candidates: int = 1,
+) -> DFlashOutput:
+    """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
+
+    Args:
+        target: a causal LM. With recurrent layers it verifies chains.
+        input_ids: [n] or [1, n] int64, n >= 1.
+        block_size: B, the drafter's own when None.
+        draft_window: context tokens that the drafter sees, the last ones; all when None.
+        page_size: the first of them is rounded down to a multiple of this.
+        stop_token_ids: tokens that end the request.
+        num_nodes: N, of the trees that the target verifies; None: it verifies chains.
+        num_candidates: tokens of each depth that a tree may have.
+    """
+    block_size = block_size or drafter.config.block_size
+    if num_nodes is not None:
+        # No path is longer.
+        block_size = min(block_size, num_nodes)
+    input_ids = torch.as_tensor(input_ids, device=target.device).flatten()
+    target_cache = new_cache(target)
+
+    # Prefill: the target reads the prompt and gives the first bonus token.
+    target_tokens, features = target_forward(target, drafter, input_ids, target_cache)
+    context_kv = append_context(drafter, [], features)
+    tokens = [int(target_tokens[-1])]
+    accept_lengths, least_margin = [], math.inf
+
+    while not is_finished(tokens, max_new_tokens, stop_token_ids):
+        # Draft. The bonus token is the last committed one; neither model has its KV yet.
+        seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
+        draft_logits = draft_block(
+            target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
+        )
+
+        # Verify, and accept what the target agrees with, then the bonus: the target's token after the last match.
+        # The accepted drafts equal the target's tokens, so both are read from the target's rows.
+        if num_nodes is None:
+            draft_tokens = drafter.token_ids[draft_logits.argmax(-1)]
+            accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
+        else:
+            log_probs, text = draft_logits.float().log_softmax(-1), Text(input_ids.tolist() + tokens)
+            drafts = Drafts(log_probs, drafter.token_ids, num_candidates, text)
+            tree = grow_tree(drafts, num_nodes)
+            path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
+            accepted = target_tokens[path].tolist()
+            least_margin = min(least_margin, margin(tree, path, target_tokens, drafts))
+        tokens += accepted
+        accept_lengths.append(len(accepted))
+
+        # Append context. The committed rows are the old bonus and the accepted drafts; neither model may ever see the
+        # others again.
+        context_kv = append_context(drafter, context_kv, features)
+
+    return DFlashOutput(cut(tokens, max_new_tokens, stop_token_ids), accept_lengths, least_margin)
+
+
+@torch.inference_mode()
+def greedy_generate(
+    target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int, *, stop_token_ids: Collection[int] = ()
+) -> list[int]:
+    """Plain greedy decoding, one target forward per token: what `dflash_generate` must reproduce."""
+    cache = new_cache(target)
+    step_ids = torch.as_tensor(input_ids, device=target.device).flatten()
+    tokens: list[int] = []
+    while not is_finished(tokens, max_new_tokens, stop_token_ids):
+        logits = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True).logits
+        step_ids = logits[0, -1:].argmax(-1)
+        tokens.append(int(step_ids))
+    return tokens
+
+
+def is_recurrent(target: PreTrainedModel) -> bool:
+    """Whether there are layers that keep a state in place of keys and values."""
+    return "linear_attention" in (target.config.to_dict().get("layer_types") or ())
+
+
+def new_cache(target: PreTrainedModel) -> DynamicCache:
+    """An empty one. Layers with windows keep all tokens as well, since the last of them may be cut off."""
+    return DynamicCache(config=target.config) if is_recurrent(target) else DynamicCache()
+
+
+def verify_chain(
+    target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, draft_tokens: Tensor, cache: DynamicCache
+) -> tuple[list[int], Tensor]:
+    """Run [bonus, d_1 .. d_{B-1}] as a causal chain, and accept the longest prefix of the drafts.
+
+    Args:
+        draft_tokens: [B - 1] int64.
+        cache: of the target; grows by the bonus and the accepted drafts.
+
+    Returns:
+        The committed tokens: the accepted drafts and the next bonus.
+        [1, L, F], the features of the cached ones, as many.
+    """
+    seq_len, has_states = cache.get_seq_length(), is_recurrent(target)
+    block = torch.cat([draft_tokens.new_tensor([bonus]), draft_tokens])
+    # What is rejected cannot be cut off a state: those that are kept see the accepted tokens alone.
+    tried = copy.deepcopy(cache) if has_states else cache
+    target_tokens, features = target_forward(target, drafter, block, tried)
+    accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
+    if has_states:
+        target_forward(target, drafter, block[:accept_length], cache)
+    else:
+        cache.crop(seq_len + accept_length)
+    return target_tokens[:accept_length].tolist(), features[:, :accept_length]
+
+
+def verify_tree(
+    target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, tree: Tree, cache: DynamicCache
+) -> tuple[list[int], Tensor, Tensor]:
+    """Run all nodes at once, each after the cached tokens and its own path, and accept a path.
+
+    Args:
+        cache: of the target; grows by the accepted nodes.
+
+    Returns:
+        The accepted nodes, the root among them.
+        [N] int64, the target's token after each node.
+        [1, L, F], the features of the accepted nodes.
+    """
+    seq_len = cache.get_seq_length()
+    nodes = torch.cat([tree.tokens.new_tensor([bonus]), tree.tokens])
+    sees = torch.cat([tree.sees().new_ones(len(nodes), seq_len), tree.sees()], dim=1)
+    mask = torch.zeros(sees.shape, dtype=target.dtype, device=target.device).masked_fill(~sees, -torch.inf)
+    positions = seq_len + torch.tensor(tree.depths, device=target.device)
+    target_tokens, features = target_forward(
+        target, drafter, nodes, cache, attention_mask=mask[None, None], position_ids=positions[None]
+    )
+    path = accept_path(tree, target_tokens)
+    kept = torch.tensor([*range(seq_len), *(seq_len + node for node in path)], device=target.device)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    return path, target_tokens, features[:, path]
+
+
+def target_forward(
+    target: PreTrainedModel, drafter: ReferenceDrafter, step_ids: Tensor, cache: DynamicCache, **options: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run step_ids [L] after the cached tokens, which grow by L.
+
+    Args:
+        options: of the target's forward; without any, it runs a causal chain.
+
+    Returns:
+        target_tokens: [L] int64, the argmax after every row.
+        features: [1, L, F] in the drafter's dtype, the outputs of the target layers the drafter reads.
+    """
+    out = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True, **options)
+    return out.logits[0].argmax(-1), context_features(out.hidden_states, drafter)
+
+
+def context_features(hidden_states: tuple[Tensor, ...], drafter: ReferenceDrafter) -> Tensor:
+    """HF hidden states, (layers + 1) x [N, L, hidden] -> features [N, L, F] in the drafter's dtype.
+
+    `hidden_states[0]` is the embedding, so the output of layer i is `hidden_states[i + 1]`. HF applies the
+    final norm to the last entry: the last layer cannot be read this way.
+    """
+    layer_ids = drafter.config.target_layer_ids
+    if max(layer_ids) + 1 >= len(hidden_states) - 1:
+        raise ValueError(f"target_layer_ids {layer_ids} must leave out the last of {len(hidden_states) - 1} layers")
+    return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1).to(drafter.fc.weight.dtype)
+
+
+def append_context(drafter: ReferenceDrafter, context_kv: list[LayerKV], features: Tensor) -> list[LayerKV]:
+    """Extend every layer's context KV by features [1, L, F]; an empty list is an empty context."""
+    start = context_length(context_kv)
+    positions = torch.arange(start, start + features.shape[1], device=features.device)[None]
+    new_kv = drafter.project_context(features, positions)
+    if not context_kv:
+        return new_kv
+    return [
+        (torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2))
+        for (keys, values), (new_keys, new_values) in zip(context_kv, new_kv, strict=True)
+    ]
+
+
+def context_length(context_kv: list[LayerKV]) -> int:
+    """Number of tokens whose features the context holds."""
+    return context_kv[0][0].shape[2] if context_kv else 0
+
+
+def window_start(seq_len: int, draft_window: int, page_size: int) -> int:
+    """The first of the last `draft.window` of `seq_len` context tokens, rounded down to a page."""
+    return max(0, seq_len - draft_window) // page_size * page_size
+
+
+def draft_block(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    context_kv: list[LayerKV],
+    *,
+    bonus: int,
+    block_size: int,
+    seen_from: int = 0,
+) -> Tensor:
+    """One drafter forward over `[bonus, mask x (B - 1)]`, right after the context.
+
+    Args:
+        seen_from: the first position of the context that the drafter sees.
+
+    Returns:
+        [B - 1, V], logits of the drafts: row i predicts its own position, there is no shift.
+    """
+    seq_len = context_length(context_kv)
+    block = torch.full((block_size,), drafter.config.mask_token_id, device=target.device)
+    block[0] = bonus
+    block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
+    block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
+    context_positions = torch.arange(seen_from, seq_len, device=target.device)
+    seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
+    hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
+    return drafter.draft_logits(hidden[0, 0, 1:], target.get_output_embeddings())
+
+
+def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:
+    """Whether the request has all its tokens, or holds a stop token."""
+    return len(tokens) >= max_new_tokens or not set(tokens).isdisjoint(stop_token_ids)
+
+
+def cut(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> list[int]:
+    """At most `max_new_tokens`, and nothing after the first stop token."""
+    tokens = tokens[:max_new_tokens]
+    stop_at = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
+    return tokens[: stop_at + 1]

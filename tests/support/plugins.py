@@ -1,0 +1,28 @@
+"""The SGLang plugins of `tests/plugins`, installed for one server at a time through `PYTHONPATH`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+_PLUGINS = Path(__file__).parents[1] / "plugins"
+
+
+@cache
+def _install(name: str) -> str:
+    """Return a folder with the module of a plugin and the `.dist-info` that declares its entry point."""
+    folder = Path(tempfile.gettempdir()) / f"sglang-dflash-test-plugins-{os.getuid()}" / name
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    shutil.copy(_PLUGINS / f"{name}.py", folder)
+    return str(folder)
+
+
+def python_path(*names: str) -> str:
+    """Return a `PYTHONPATH` under which SGLang loads these plugins, then what the present one has."""
+    return os.pathsep.join([*map(_install, names), *filter(None, [os.environ.get("PYTHONPATH")])])
