@@ -34,7 +34,7 @@ esac
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 cd "$REPO"
 
-PAIR="$REPO/sglang_dflash/${pair}_pair"
+PAIR="$REPO/models/$pair"
 TARGET="$PAIR/target"
 if [ "$pair" = smollm2 ]; then
     make_smollm2

@@ -12,9 +12,9 @@ import json
 import sglang
 from transformers import AutoTokenizer
 
-from sglang_dflash import hybrid_pair, tiny_pair
+from models import hybrid, tiny
 
-PAIRS = {"tiny": tiny_pair, "hybrid": hybrid_pair}
+PAIRS = {"tiny": tiny, "hybrid": hybrid}
 # Of the hybrid target: SGLang would take most of the memory for states.
 STATES = {"tiny": {}, "hybrid": {"max_mamba_cache_size": 100}}
 NEW_TOKENS = 128
@@ -58,7 +58,7 @@ def main(
         **({} if draft_backend == "none" else dflash),
     )
     tokenizer = AutoTokenizer.from_pretrained(PAIRS[pair].TARGET_DIR)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in tiny_pair.load_prompts()]
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in tiny.load_prompts()]
     drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95} if sampled else {}
     sampling = [
         # Requests that end at different times take the running batch through every size.
