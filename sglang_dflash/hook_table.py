@@ -17,9 +17,12 @@ from sglang_dflash.engine import hidden_states
 from sglang_dflash.hooks import Hook
 from sglang_dflash.memory import limits, pool_sizing
 from sglang_dflash.plugin import CREATE_WORKER
+from sglang_dflash.recurrent import pool as recurrent_pool
+from sglang_dflash.recurrent import prefix_cache
+from sglang_dflash.recurrent import verify as recurrent_verify
 from sglang_dflash.requests import admin, failing, finishing, stop_regex, update_weights, validate
 from sglang_dflash.server_args import arguments
-from sglang_dflash.verify import logits, recurrent_state, sampler
+from sglang_dflash.verify import logits, sampler
 from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -100,21 +103,21 @@ HOOKS = [
     Hook(
         target="sglang.srt.mem_cache.memory_pool.MambaPool.__init__",
         kind=HookType.AROUND,
-        function=recurrent_state.allocate_states,
+        function=recurrent_pool.allocate_states,
         why="keeping the state after each verified token takes a hundred times the memory of keeping its inputs",
         until="SGLang keeps the inputs of verified tokens for DFLASH with Gated DeltaNet",
     ),
     Hook(
         target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
         kind=HookType.AROUND,
-        function=recurrent_state.leave_memory_for_inputs,
+        function=recurrent_pool.leave_memory_for_inputs,
         why="it reserves memory for the state after each verified token, which is not kept here",
         until="it reserves what the pool of recurrent states really allocates",
     ),
     Hook(
         target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
         kind=HookType.REPLACE,
-        function=recurrent_state.verify_and_keep_inputs,
+        function=recurrent_verify.verify_and_keep_inputs,
         why="its kernel keeps inputs for every slot of the pool, and does not round as decoding does",
         until="it keeps inputs for running requests only, and rounds as decoding does",
     ),
@@ -122,7 +125,7 @@ HOOKS = [
         target="sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
         "._mamba_can_cache_finished_req",
         kind=HookType.AROUND,
-        function=recurrent_state.can_cache_finished_request,
+        function=prefix_cache.can_cache_finished_request,
         why="without overlap scheduling, a block that runs past the end of a grammar may overwrite the state that the "
         "prefix cache keeps",
         until="it compares the retained tokens with the accepted ones for every kind of kept state",

@@ -29,10 +29,10 @@ from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.types import Block
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.logits import VerifyLogits
-from sglang_dflash.verify.recurrent_state import RecurrentState
 
 
 class Forwards(Protocol):

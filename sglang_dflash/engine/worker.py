@@ -61,9 +61,10 @@ from sglang_dflash.engine.tree_cycle import TreeCycle
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
+from sglang_dflash.recurrent.prefix_cache import forget_prefill
+from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.arguments import asks_for_trees, num_candidates
 from sglang_dflash.settings import SETTINGS
-from sglang_dflash.verify.recurrent_state import RecurrentState, forget_prefill
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
 

@@ -622,7 +622,7 @@ USES = (
     ),
     # --- recurrent targets ------------------------------------------------------------------------------------------
     Use(
-        "verify/recurrent_state.py",
+        "recurrent/pool.py",
         "where the inputs of verified tokens take the place of states, and how they are laid out",
         (
             f"{_MAMBA_POOL}.SpeculativeState",
@@ -635,7 +635,7 @@ USES = (
         ),
     ),
     Use(
-        "verify/recurrent_state.py",
+        "recurrent/verify.py",
         "which verification reads and writes what of them, and leaves the states alone but for the convolutions'",
         (
             f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.forward_extend",
@@ -655,7 +655,7 @@ USES = (
         ),
     ),
     Use(
-        "verify/recurrent_state.py",
+        "recurrent/state.py",
         "which slots a request has, and in which of them the scheduler looks for the state at which boundary",
         (
             "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
@@ -669,12 +669,12 @@ USES = (
         ),
     ),
     Use(
-        "verify/recurrent_state.py",
+        "recurrent/prefix_cache.py",
         "left out of the batch of a cycle",
         tuple(f"{_SCHEDULE_BATCH}.mamba_track_{name}" for name in ("indices", "mask", "seqlens")),
     ),
     Use(
-        "verify/recurrent_state.py",
+        "recurrent/pool.py",
         "asked for the slots of a running request, and shown no algorithm while it divides memory",
         (
             f"{_CONFIGURATOR}._calculate_mamba_ratio",

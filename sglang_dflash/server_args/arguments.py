@@ -40,8 +40,8 @@ from sglang_dflash.checkpoint.config import (
     resolve_tree,
 )
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
+from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
 from sglang_dflash.settings import SETTINGS
-from sglang_dflash.verify import recurrent_state
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     target = target_facts(server_args)
     drafter.check_target(target)
     if target.is_recurrent:
-        recurrent_state.check_arguments(server_args)
+        check_recurrent_arguments(server_args)
     drafter.check_tensor_parallel(cfg.tp_size)
     check_context_length(server_args, hf_config)
     check_dtypes(server_args)

@@ -72,12 +72,12 @@ def register() -> None:
     from sglang_dflash.engine.adaptive_width import MeasuredCost
     from sglang_dflash.engine.cycle import DecodeCycle
     from sglang_dflash.engine.worker import DFlashWorker
-    from sglang_dflash.verify import recurrent_state
+    from sglang_dflash.recurrent.state import RecurrentState
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
     add_cost = MeasuredCost._add
-    commit, step = recurrent_state.RecurrentState.commit, DFlashWorker.forward_batch_generation
+    commit, step = RecurrentState.commit, DFlashWorker.forward_batch_generation
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -123,4 +123,4 @@ def register() -> None:
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
     MeasuredCost._add = add_known_cost
-    recurrent_state.RecurrentState.commit = commit_or_not
+    RecurrentState.commit = commit_or_not

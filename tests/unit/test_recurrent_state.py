@@ -13,7 +13,7 @@ from support import hybrid
 from test_memory import configurator, kv_dtype, served, server_args
 
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.verify.recurrent_state import RecurrentState
+from sglang_dflash.recurrent.state import RecurrentState
 
 BUDGET = 64 << 20
 

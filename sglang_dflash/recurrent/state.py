@@ -1,0 +1,109 @@
+"""States of running requests, advanced by what is accepted of each block."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import mamba_track_grid
+from sglang.srt.utils.common import async_h2d
+
+from sglang_dflash import ops
+from sglang_dflash.recurrent.arguments import check_state_dtype, check_track_interval
+from sglang_dflash.recurrent.pool import VerifiedInputs
+from sglang_dflash.types import States, StateSlots
+
+
+class RecurrentState:
+    """The recurrent states of a target's running requests."""
+
+    def __init__(self, pool: HybridReqToTokenPool, interval: int) -> None:
+        """
+        Args:
+            pool: maps requests to slots of states.
+            interval: tokens between two states that are kept for the prefix cache.
+        """
+        cache = pool.mamba_pool.mamba_cache
+        self._pool, self._interval = pool, interval
+        self._states = States(cache.conv[0], cache.temporal)
+        self._verified = VerifiedInputs.of(pool.mamba_pool)
+        # The pool writes both mappings when a request gets its slots.
+        current = pool.req_index_to_mamba_index_mapping
+        kept = pool.req_index_to_mamba_ping_pong_track_buffer_mapping if pool.enable_mamba_extra_buffer else None
+        self._slots = StateSlots(current, kept, torch.zeros_like(current))
+        self._always = torch.ones(1, dtype=torch.int64, device=current.device)
+
+    @classmethod
+    def of(cls, target_runner: ModelRunner, block_size: int) -> RecurrentState | None:
+        """Return the states of a target whose pools are allocated; None without recurrent layers.
+
+        Raises:
+            ConfigError: the states' dtype or the interval does not fit blocks of this size.
+        """
+        pool = target_runner.req_to_token_pool
+        if not isinstance(pool, HybridReqToTokenPool):
+            return None
+        check_state_dtype(pool.mamba_pool.mamba_cache.temporal.dtype)
+        interval = mamba_track_grid(target_runner.page_size)
+        if pool.enable_mamba_extra_buffer:
+            check_track_interval(interval, block_size)
+        return cls(pool, interval)
+
+    def describe(self) -> dict:
+        """Return `recurrent_states` of `/server_info`."""
+        pool = self._pool.mamba_pool
+        states, num_rows = self._states, self._verified.inputs.key.shape[1]
+        return {
+            "slots": pool.size,
+            "bytes_per_slot": (states.conv.nbytes + states.temporal.nbytes) // (pool.size + 1),
+            "verify_bytes_per_request": self._verified.nbytes // num_rows,
+            "running_requests": num_rows - 1,
+            "track_interval": self._interval if self._pool.enable_mamba_extra_buffer else None,
+        }
+
+    def begin_prefill(self, batch: ScheduleBatch) -> None:
+        """Record which track slot of each request takes the next state that the prefix cache keeps.
+
+        A request's track slots alternate with every multiple of the interval that the request reaches. SGLang counts
+        the multiples as the GPU does, once each. So the slot of every later multiple follows from the first one, also
+        while the scheduler has not seen the last cycle.
+        """
+        if self._slots.kept is None:
+            return
+        next_boundaries = [
+            (prefix_len + extend_len) // self._interval + 1
+            for prefix_len, extend_len in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        ]
+        turns = [
+            (req.kv.mamba_next_track_idx - boundary) % self._slots.kept.shape[1]
+            for req, boundary in zip(batch.reqs, next_boundaries, strict=True)
+        ]
+        turn = self._slots.turn
+        turn[batch.req_pool_indices] = async_h2d(turns, dtype=turn.dtype, device=turn.device)
+
+    def commit(
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        accept_lens: torch.Tensor,
+        is_due: torch.Tensor | None = None,
+    ) -> None:
+        """Advance the states of requests whose blocks have been verified. Call it once for each cycle.
+
+        Args:
+            req_pool_indices: [bs] int64.
+            seq_lens: [bs] int64. Committed tokens before the block.
+            accept_lens: [bs] int64. Accepted tokens of the block, with the bonus token.
+            is_due: [1] int64. If it holds 0, nothing is done. None: always.
+        """
+        ops.commit_state(
+            states=self._states,
+            inputs=self._verified.inputs,
+            slots=self._slots,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            accept_lens=accept_lens,
+            interval=self._interval,
+            is_due=self._always if is_due is None else is_due,
+        )
