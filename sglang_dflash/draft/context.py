@@ -13,8 +13,10 @@ from torch.nn import functional
 from sglang_dflash import ops
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.model import DFlashDraftModel
-from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import KVBuffers
+
+# Prompt tokens that are appended to the drafter's context at a time, which bounds the memory for a long prompt.
+CONTEXT_TOKENS = 4096
 
 
 class ContextWriter:
@@ -72,7 +74,7 @@ class ContextWriter:
                 written; None writes all.
         """
         # Only prefill is cut: a block must not be, and verified batches are small.
-        chunk = SETTINGS.context_tokens if accept_lens is None else max(features.shape[0], 1)
+        chunk = CONTEXT_TOKENS if accept_lens is None else max(features.shape[0], 1)
         for start in range(0, features.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = self._model.project_features(features[rows])

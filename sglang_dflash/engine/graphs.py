@@ -30,10 +30,15 @@ from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
 from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Settled, Step
 from sglang_dflash.engine.relay import DFlashVerifyInput
-from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import Block
 
 logger = logging.getLogger(__name__)
+
+# Graphs of draft lengths between the shortest tree or chain and the longest one are captured for batch sizes at which
+# the longest takes more than this many times as long as the shortest. Elsewhere a GPU waits for weights at any length.
+COMPUTE_BOUND_RATIO = 1.05
+# Replays of each graph at start-up, of which the fastest counts.
+TIMED_REPLAYS = 3
 
 # SGLang's buffers of a graph that every target has: those in :class:`Block`, and others that it may leave unused.
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
@@ -364,7 +369,7 @@ class CycleGraphs:
     """The runners of every width.
 
     Attributes:
-        widths: ascending; the last is that of all rows.
+        lengths: the draft lengths that there are graphs for, ascending.
     """
 
     def __init__(self, whole: CycleGraphRunner, narrow_widths: tuple[int, ...]) -> None:
@@ -383,7 +388,7 @@ class CycleGraphs:
             slow = [
                 bs
                 for bs in whole.capture_bs
-                if self._seconds[bs, whole.width] > SETTINGS.busy * self._seconds[bs, few[-1]]
+                if self._seconds[bs, whole.width] > COMPUTE_BOUND_RATIO * self._seconds[bs, few[-1]]
             ]
             if slow and between:
                 # Batches between two sizes are padded to the larger one.
@@ -392,7 +397,7 @@ class CycleGraphs:
                 self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
             log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
-        self.widths = tuple(sorted(self._runners))
+        self.lengths = tuple(sorted(self._runners))
 
     def __getitem__(self, width: int) -> CycleGraphRunner:
         return self._runners[width]
@@ -413,7 +418,7 @@ class CycleGraphs:
         """
         turns = [(bs, runner) for bs in self._whole.capture_bs for runner in self._runners.values() if runner.has(bs)]
         seconds = dict.fromkeys(((bs, runner.width) for bs, runner in turns), math.inf)
-        for bs, runner in turns * SETTINGS.timed_replays:
+        for bs, runner in turns * TIMED_REPLAYS:
             seconds[bs, runner.width] = min(seconds[bs, runner.width], runner.seconds(bs))
         # Every rank chooses by the same times, as it must by the same rule.
         return get_parallel().tp_group.broadcast_object(seconds, src=0)

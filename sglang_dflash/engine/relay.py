@@ -84,3 +84,17 @@ class DFlashDraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def host_kv_lens(batch: ScheduleBatch, num_tokens: int) -> torch.Tensor:
+    """Return KV lengths for planning on the host, with the N = `num_tokens` verified tokens of each request.
+
+    They are exact where a backend asked the scheduler for sequence lengths (`needs_cpu_seq_lens`). Elsewhere they are
+    upper bounds, known without waiting for the GPU.
+
+    Returns:
+        [bs] on the CPU.
+    """
+    if batch.seq_lens_cpu is not None:
+        return batch.seq_lens_cpu + num_tokens
+    return batch.spec_info.reserved_seq_lens_cpu

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -33,7 +32,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d, log_info_on_rank0
-from triton.testing import get_dram_gbps
 
 from sglang_dflash import ops
 from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
@@ -44,19 +42,21 @@ from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.draft.window import DraftWindow
-from sglang_dflash.engine.adaptive_width import (
-    ChainGains,
-    HostPace,
-    MeasuredCost,
-    TreeGains,
-    VerifyWidth,
-    verify_widths,
+from sglang_dflash.engine.adaptive.acceptance import ChainAcceptance, TreeAcceptance
+from sglang_dflash.engine.adaptive.controller import (
+    CYCLES_PER_CHOICE,
+    CpuController,
+    DraftLengthController,
+    FixedLength,
+    GpuController,
+    chain_lengths,
+    tree_lengths,
 )
 from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Step
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs, override_num_draft_tokens
 from sglang_dflash.engine.hidden_states import capture_last_hidden_states
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED, CycleMetrics, TreeCounts
-from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput
+from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput, host_kv_lens
 from sglang_dflash.engine.tree_cycle import TreeCycle
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
@@ -64,7 +64,6 @@ from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.arguments import asks_for_trees, num_candidates
-from sglang_dflash.settings import SETTINGS
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
 
@@ -147,11 +146,7 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier: overlap scheduling; brings the requests' grammars up to the last cycle's tokens.
             pp_proxy_tensors: of pipeline parallelism, which is refused; passed without overlap scheduling.
         """
-        if self._pace is not None:
-            self._pace.begin_step()
-        if self._measured is not None:
-            # By one clock, as all ranks choose by it.
-            self._measured.begin_step(self._of_first_rank(time.perf_counter()), batch.forward_mode.is_decode())
+        self._draft_length.begin_step(batch.forward_mode.is_decode())
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -176,7 +171,7 @@ class DFlashWorker(BaseSpecWorker):
         """
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
-        width = self._choose_width(batch)
+        width = self._draft_length.choose(batch, overruled)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
         in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
@@ -185,34 +180,17 @@ class DFlashWorker(BaseSpecWorker):
         self._fill_blocks(batch, inputs, overruled)
         forward_batch = self._verify_batch(batch, inputs, width)
         if static is not None and graphs.can_run_graph(forward_batch):
-            launched = time.perf_counter()
-            if self._pace is not None and self._pace.is_measuring:
-                self._pace.end_cycle(launched, self._cycle_ended.query())
+            self._draft_length.before_replay()
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
-            # One cycle in several, as this takes the host time too.
-            if self._pace is not None and self._pace.is_due and is_overlapped and not overruled:
-                self._pace.begin_cycle(launched, graphs.padded(bs))
-                self._cycle_ended.record()
+            self._draft_length.launched(bs, width, is_timed=is_overlapped and not overruled)
             return graphs.step(forward_batch, output, batch.has_grammar)
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
         assert graphs is None or width == cycle.num_rows
         eager = _Eager(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
-        if self._measured is not None:
-            self._measured.begin_cycle(bs, width)
+        self._draft_length.launched(bs, width)
         with cycle.verifying_eagerly():
             return cycle.run(forward_batch, inputs.block, in_shards, eager)
-
-    def _choose_width(self, batch: ScheduleBatch) -> int:
-        bs = batch.batch_size()
-        size = bs if self._graphs is None else self._graphs.padded(bs)
-        width = self._width.again(size)
-        if width is not None:
-            return width
-        seconds = 0.0
-        if self._seconds_per_kv_token:
-            seconds = self._seconds_per_kv_token * int(self._host_kv_lens(batch, self._cycle.num_rows).sum())
-        return self._width.choose(size, seconds, None if self._pace is None else self._pace.seconds)
 
     def _overrule(
         self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
@@ -293,7 +271,7 @@ class DFlashWorker(BaseSpecWorker):
         batch.input_ids, batch.out_cache_loc = inputs.input_ids, inputs.out_cache_loc
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         forget_prefill(batch)
-        batch.seq_lens_cpu = self._host_kv_lens(batch, width)
+        batch.seq_lens_cpu = host_kv_lens(batch, width)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         if self._cycle.verifies_trees and target_runner.model_config.model_is_mrope:
             # SGLang makes other positions of them, to which the nodes' depths are added.
@@ -375,13 +353,6 @@ class DFlashWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=False,
         )
-
-    def _host_kv_lens(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
-        """[bs] on the CPU, KV lengths for planning, with so many tokens of a block: exact where a backend asked the
-        scheduler for sequence lengths (`needs_cpu_seq_lens`), else upper bounds known without waiting for the GPU."""
-        if batch.seq_lens_cpu is not None:
-            return batch.seq_lens_cpu + width
-        return batch.spec_info.reserved_seq_lens_cpu
 
     # --- set-up, in the order in which the scheduler calls it ---------------------------------------------------------
 
@@ -479,36 +450,25 @@ class DFlashWorker(BaseSpecWorker):
         if is_adaptive and whole is None and self.device != "cpu":
             # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
-        num_rows, verifies_trees = self._cycle.num_rows, self._cycle.verifies_trees
-        widths = verify_widths(num_rows, is_adaptive, verifies_trees)
-        learned_every = 1 if whole is None else SETTINGS.learned_every
-        gains = TreeGains(num_rows) if verifies_trees else ChainGains(num_rows, learned_every)
+        cycles_per_choice = 1 if whole is None else CYCLES_PER_CHOICE
         # What is exported is exact. One rank does that, but all of them must learn the same at the same time.
-        counted_every = 1 if get_observability().enable_metrics else learned_every
+        counted_every = 1 if get_observability().enable_metrics else cycles_per_choice
         self._tree_counts = TreeCounts(self._num_candidates, counted_every)
-        self._seconds_per_kv_token, self._graphs = 0.0, None
-        self._pace: HostPace | None = None
-        cost = MeasuredCost(widths)
-        self._measured = cost if is_adaptive and whole is None else None
-        if whole is None:
-            self._width = VerifyWidth(widths, cost, gains)
-            return
-        self._graphs = CycleGraphs(whole, widths[:-1])
-        self._width = VerifyWidth(self._graphs.widths, self._graphs.cost, gains, learned_every)
-        if len(self._graphs.widths) > 1:
-            # Cycles were timed without contexts, whose keys and values are read as fast as memory gives them.
+        num_rows = self._cycle.num_rows
+        if self._cycle.verifies_trees:
+            lengths = tree_lengths(num_rows)
+            acceptance = TreeAcceptance(num_rows, self.block_size, cycles_per_choice)
+        else:
+            lengths, acceptance = chain_lengths(num_rows), ChainAcceptance(num_rows, cycles_per_choice)
+        self._graphs = None if whole is None else CycleGraphs(whole, lengths[:-1] if is_adaptive else ())
+        self._draft_length: DraftLengthController
+        if not is_adaptive:
+            self._draft_length = FixedLength(num_rows)
+        elif self._graphs is None:
+            self._draft_length = CpuController(lengths, acceptance)
+        else:
             kv_bytes = self._kv_memory.target_bytes_per_token + self._kv_memory.drafter_bytes_per_token
-            seconds = kv_bytes / (1e9 * get_dram_gbps())
-            # Ranks have parts of different sizes.
-            self._seconds_per_kv_token = self._of_first_rank(seconds)
-            # Ranks, which must choose the same, have hosts of different paces.
-            if get_parallel().tp_group.world_size == 1:
-                self._pace, self._cycle_ended = HostPace(learned_every), torch.cuda.Event()
-
-    @staticmethod
-    def _of_first_rank(seconds: float) -> float:
-        """What all tensor-parallel ranks choose the same width by."""
-        return get_parallel().tp_group.broadcast_object(seconds, src=0)
+            self._draft_length = GpuController(self._graphs, acceptance, kv_bytes)
 
     def describe(self) -> dict:
         """What `/server_info` shows."""
@@ -537,16 +497,9 @@ class DFlashWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """The scheduler has read the result of the oldest decode cycle that it had not."""
-        if self._pace is not None:
-            self._pace.read_result(time.perf_counter())
-        accepted, ranks = self._tree_counts.complete(), []
-        if not self._cycle.verifies_trees:
-            width = self._width.complete(num_correct_drafts_per_req)
-        elif accepted is None:
-            width = self._width.complete(None)
-        else:
-            width, ranks = self._width.complete(accepted.nodes, accepted.cycles), accepted.ranks
-        self._metrics.complete(num_correct_drafts_per_req, width, ranks)
+        in_trees = self._tree_counts.complete()
+        length = self._draft_length.completed(num_correct_drafts_per_req, in_trees)
+        self._metrics.complete(num_correct_drafts_per_req, length, in_trees.ranks if in_trees is not None else [])
 
     def update_drafter(self, path: str, load_format: str) -> tuple[bool, str]:
         """Take the drafter's weights from another checkpoint of the same shape."""

@@ -17,10 +17,14 @@ from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.server_args.arguments import load_drafter_config
-from sglang_dflash.settings import SETTINGS
-from sglang_dflash.verify.sampler import sampler_bytes
+from sglang_dflash.verify import sampler
 
 logger = logging.getLogger(__name__)
+
+# Peak memory of SGLang's sampler, in multiples of the logits it gets: without seeds, and with them, where it sorts and
+# computes in float64.
+SAMPLER_COPIES = 7
+SEEDED_SAMPLER_COPIES = 16
 
 
 def resolve_target_capture(original, *, config, server_args, model_config, spec_algorithm, is_draft_worker) -> None:
@@ -81,8 +85,8 @@ class CycleMemory:
         # SGLang makes no graph that is larger than the requests that may run.
         captured = 0 if decode.backend == Backend.DISABLED else min(decode.max_bs, running)
         rows = (captured + (running if running > captured else 0)) * block_size
-        per_request = sampler_bytes(model_config.vocab_size, block_size)
-        at_a_time = min(running * per_request, max(SETTINGS.sampler_bytes, per_request))
+        per_request = sampler.sampler_bytes(model_config.vocab_size, block_size)
+        at_a_time = min(running * per_request, max(sampler.SAMPLER_BYTES, per_request))
         is_seeded = get_exec().deterministic.enable_deterministic_inference
         backends = (attention_backends()[1], get_spec().speculative_draft_attention_backend)
         # Of a target with windows there is a list for its sliding layers, and one for the others.
@@ -93,7 +97,7 @@ class CycleMemory:
         num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
             logits=rows * model_config.vocab_size * logit_bytes(configurator),
-            sampler=at_a_time * (SETTINGS.seeded_sampler_copies if is_seeded else SETTINGS.sampler_copies),
+            sampler=at_a_time * (SEEDED_SAMPLER_COPIES if is_seeded else SAMPLER_COPIES),
             indices=captured * model_config.context_len * index_bytes,
             context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
         )

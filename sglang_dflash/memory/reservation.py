@@ -8,7 +8,8 @@ from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, page_aligned_decode_alloc_lens
 from sglang.srt.utils.common import is_pin_memory_available
 
-from sglang_dflash.settings import SETTINGS
+# KV slots that are reserved for a request beyond what a cycle may need, so that not every cycle has to reserve some.
+SLOTS_AHEAD = 64
 
 
 def reserve_slots(batch: ScheduleBatch) -> torch.Tensor | None:
@@ -48,7 +49,7 @@ def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
 
     # No request may outgrow the whole pages of its row.
     room = pool.req_to_token.shape[1] // page_size * page_size - longest
-    allocated, lens, num_tokens = with_ahead(min(SETTINGS.slots_ahead, room))
+    allocated, lens, num_tokens = with_ahead(min(SLOTS_AHEAD, room))
     # A windowed pool gives slots back as its windows move on, and has none to lend.
     if tree_cache.supports_swa() or 4 * num_tokens > _num_free(batch):
         allocated, lens, num_tokens = with_ahead(0)

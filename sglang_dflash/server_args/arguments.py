@@ -41,9 +41,11 @@ from sglang_dflash.checkpoint.config import (
 )
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
-from sglang_dflash.settings import SETTINGS
 
 logger = logging.getLogger(__name__)
+
+# Devices on which trees are verified by default, because their extra tokens cost nothing there.
+TREE_DEVICES = ("cuda",)
 
 DRAFT_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native", "triton")}
 
@@ -313,7 +315,7 @@ def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
     cfg = resolving_view(server_args)
     is_size_of_trees = MIN_NODES <= cfg.speculative_num_draft_tokens <= MAX_NODES
     is_fixed = cfg.enable_deterministic_inference or cfg.rl_on_policy_target is not None
-    has_trees = is_size_of_trees and not is_fixed and device_type(server_args) in SETTINGS.tree_devices
+    has_trees = is_size_of_trees and not is_fixed and device_type(server_args) in TREE_DEVICES
     return DEFAULT_CANDIDATES if has_trees else 1
 
 

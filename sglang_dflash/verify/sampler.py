@@ -28,7 +28,6 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash.requests import failing
 from sglang_dflash.requests.failing import Failures
-from sglang_dflash.settings import SETTINGS
 from sglang_dflash.types import DrawParameters
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
@@ -40,6 +39,9 @@ _LOGPROB_LISTS = (
     "next_token_token_ids_logprobs_val",
     "next_token_token_ids_logprobs_idx",
 )
+# SGLang's sampler gets float32 logits of this many bytes at a time, in whole requests and at least one. A GPU takes
+# about as long for them as the host does to launch it.
+SAMPLER_BYTES = 64 << 20
 # The entry of a token whose request has asked for nothing.
 _NOTHING = torch.empty(0)
 # Tensors of a `SamplingBatchInfo` that the sampler reads, with a row for each request; None where nobody needs one.
@@ -150,11 +152,11 @@ class BlockSampler:
             self._penalties.count_accepted(batch.req_pool_indices, accepted)
 
     def parts(self, batch: ScheduleBatch, places: list[int], width: int) -> list[Part]:
-        """Requests of a batch, so many at a time that their logits take `SETTINGS.sampler_bytes` at most."""
+        """Requests of a batch, so many at a time that their logits take `SAMPLER_BYTES` at most."""
         # Of these blocks, [bs, W], and by place: see :class:`sglang_dflash.requests.failing.Failures`.
         self._failed = torch.zeros((len(batch.reqs), width), dtype=torch.bool, device=batch.device)
         self._errors: dict[int, tuple[int, str]] = {}
-        size = max(1, SETTINGS.sampler_bytes // sampler_bytes(batch.sampling_info.vocab_size, width))
+        size = max(1, SAMPLER_BYTES // sampler_bytes(batch.sampling_info.vocab_size, width))
         return [Part.of(batch, places[start : start + size]) for start in range(0, len(places), size)]
 
     def __call__(

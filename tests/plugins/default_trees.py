@@ -12,8 +12,8 @@ OBSTACLE = os.environ.get("DEFAULT_TREES_OBSTACLE")
 
 def register() -> None:
     from sglang_dflash.engine import worker
-    from sglang_dflash.settings import SETTINGS
+    from sglang_dflash.server_args import arguments
 
-    SETTINGS.tree_devices = ("cuda", "cpu")
+    arguments.TREE_DEVICES = ("cuda", "cpu")
     if OBSTACLE is not None:
         worker.tree_obstacle = lambda target_runner: OBSTACLE

@@ -143,11 +143,11 @@ def register() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     from sglang_dflash.cpu import packed_linear
-    from sglang_dflash.engine import graphs, worker
+    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine.adaptive import controller
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
-    from sglang_dflash.settings import SETTINGS
-    from sglang_dflash.verify.sampler import BlockSampler, sampler_bytes
+    from sglang_dflash.verify import sampler
 
     empty = torch.empty
 
@@ -162,7 +162,7 @@ def register() -> None:
     sys.modules["sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor"] = SimpleNamespace(
         weak_ref_tensor=lambda tensor: tensor
     )
-    worker.get_dram_gbps = lambda: 20.0
+    controller.get_dram_gbps = lambda: 20.0
     torch.empty = unpinned
     torch.cuda.Event = torch.cpu.Event = Event
     torch.cpu.is_current_stream_capturing = lambda: False
@@ -178,11 +178,11 @@ def register() -> None:
     graphs.block_plan = Plan
     graphs.CycleGraphRunner.inputs = spoiled(graphs.CycleGraphRunner.inputs)
     # A CPU is always busy; noise must not decide which sizes are captured.
-    SETTINGS.busy = 0
+    graphs.COMPUTE_BOUND_RATIO = 0
     # SGLang's sampler gets two requests of the tiny target at a time.
-    SETTINGS.sampler_bytes = 2 * sampler_bytes(1024, 16)
+    sampler.SAMPLER_BYTES = 2 * sampler.sampler_bytes(1024, 16)
     # The cycle draws, as on a GPU.
-    BlockSampler._draws_plainly = lambda sampler, info: info.sampling_seed is None
+    sampler.BlockSampler._draws_plainly = lambda _, info: info.sampling_seed is None
     # Of one to four blocks, as on a GPU for larger weights.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True

@@ -69,7 +69,7 @@ class KnownText:
 
 
 def register() -> None:
-    from sglang_dflash.engine.adaptive_width import MeasuredCost
+    from sglang_dflash.engine.adaptive.cost import MeasuredCost
     from sglang_dflash.engine.cycle import DecodeCycle
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.recurrent.state import RecurrentState

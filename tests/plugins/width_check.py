@@ -16,24 +16,25 @@ RECORDS = os.environ.get("WIDTH_CHECK_RECORDS")
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.engine.adaptive_width import VerifyWidth
+    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine.adaptive.controller import LengthChooser
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
-    from sglang_dflash.settings import SETTINGS
 
     # The tiny pair never keeps a GPU computing.
-    SETTINGS.busy = 0
+    graphs.COMPUTE_BOUND_RATIO = 0
     # And its weights are smaller than those for which the kernels for few rows and for norms are there.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True
     turns = defaultdict(itertools.count)
 
-    def choose(self, bs, more=0.0, least=0.0):
-        possible = [width for width in self._widths if self._cost(bs, width) < math.inf]
-        self._pending.append(possible[next(turns[bs]) % len(possible)])
-        return self._pending[-1]
+    def choose(self, bs, fallback=(), extra=0.0, latency=None):
+        possible = [length for length in self._lengths if self._cost(bs, length) < math.inf]
+        length = possible[next(turns[bs]) % len(possible)]
+        self._pending.append((length, fallback))
+        return length
 
-    VerifyWidth.choose = choose
+    LengthChooser.choose = choose
 
     step = DFlashWorker.forward_batch_generation
 

@@ -68,13 +68,13 @@ def main(folder: str, dtype: str, rows: str, output: str) -> None:
     load_plugins()
     torch.manual_seed(0)
     writer, pool, features = build(folder, getattr(torch, dtype), int(rows))
-    from sglang_dflash.settings import SETTINGS
+    from sglang_dflash.draft import context
 
     positions = torch.arange(len(features), device=features.device)
     slots = 1 + torch.randperm(pool.size, device=features.device)[: len(features)]
     contexts, peaks, chunks = [], [], []
-    for chunk in (SETTINGS.context_tokens, len(features)):
-        SETTINGS.context_tokens = chunk
+    for chunk in (context.CONTEXT_TOKENS, len(features)):
+        context.CONTEXT_TOKENS = chunk
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.zero_()
         peaks.append(append(writer, features, positions, slots))

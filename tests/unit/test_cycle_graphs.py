@@ -40,14 +40,14 @@ def one_rank(monkeypatch):
 def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, min_bs):
     built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 4, 8, 12))
 
-    assert built.widths == (1, 4, 8, 12, 16)
+    assert built.lengths == (1, 4, 8, 12, 16)
     # Batches that are padded to the smallest of these sizes have them too.
-    assert [built[width].min_bs for width in built.widths] == [1, 1, min_bs, min_bs, 1]
+    assert [built[width].min_bs for width in built.lengths] == [1, 1, min_bs, min_bs, 1]
     for bs in range(1, 17):
-        has_cost = [built.cost(built.padded(bs), width) < math.inf for width in built.widths]
-        assert has_cost == [built[width].has(bs) for width in built.widths]
+        has_cost = [built.cost(built.padded(bs), width) < math.inf for width in built.lengths]
+        assert has_cost == [built[width].has(bs) for width in built.lengths]
 
 
 def test_none_are_between_where_rows_are_free():
-    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).widths == (1, 4, 16)
-    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).widths == (16,)
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).lengths == (1, 4, 16)
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).lengths == (16,)

@@ -33,7 +33,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from models.tiny import TARGET_DIR
-from sglang_dflash import ops, settings
+from sglang_dflash import ops
+from sglang_dflash.memory import pool_sizing
 from sglang_dflash.ops.bigrams import TABLE_SIZE
 from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
@@ -277,7 +278,7 @@ def test_parts_are_bounded(monkeypatch):
     batch, places = batch_of([request({})] * 9), [0, 1, 3, 4, 5, 8]
     sizes = {}
     for num_bytes in (1, sampler_bytes(VOCAB, BLOCK_SIZE), 4 * sampler_bytes(VOCAB, BLOCK_SIZE) + 1, 1 << 30):
-        monkeypatch.setattr(settings.SETTINGS, "sampler_bytes", num_bytes)
+        monkeypatch.setattr(sampler, "SAMPLER_BYTES", num_bytes)
         parts = block_sampler(1).parts(batch, places, BLOCK_SIZE)
         assert [place for part in parts for place in part.places] == places
         assert all(part.index.tolist() == part.places for part in parts)
@@ -313,5 +314,5 @@ def test_the_memory_of_the_sampler_is_counted(params, is_seeded, monkeypatch):
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     peak = max(accumulate(sizes)) / (n * sampler_bytes(vocab_size, BLOCK_SIZE))
-    bound = settings.SETTINGS.seeded_sampler_copies if is_seeded else settings.SETTINGS.sampler_copies
+    bound = pool_sizing.SEEDED_SAMPLER_COPIES if is_seeded else pool_sizing.SAMPLER_COPIES
     assert 1 <= peak <= bound, peak

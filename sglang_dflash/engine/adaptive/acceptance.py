@@ -1,0 +1,169 @@
+"""Committed tokens of a cycle by its draft length, learned from what recent cycles accepted.
+
+Every tensor-parallel rank learns the same results at the same cycles.
+Shapes: B block size, N verified tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Protocol
+
+from sglang_dflash.engine.metrics import AcceptedInTrees
+
+# What remains of an acceptance count after another cycle: rates are those of the last hundred cycles.
+RATE_DECAY = 0.99
+# A cycle that verifies more drafts than this at one position counts as several.
+DRAFTS_PER_CYCLE = 10
+
+
+class AcceptanceModel(Protocol):
+    """Expected tokens of a cycle by draft length."""
+
+    def learn(
+        self,
+        length: int,
+        num_correct_drafts: Sequence[int],
+        fallback: Sequence[int] = (),
+        in_trees: AcceptedInTrees | None = None,
+    ) -> None:
+        """Take the result of the oldest cycle that has not been learned from.
+
+        Args:
+            length: its draft length.
+            num_correct_drafts: accepted drafts of each request, without the bonus tokens.
+            fallback: indices of requests that needed SGLang's sampler; among trees, they had chains.
+            in_trees: what the trees of this cycle and of earlier ones accepted; None: it comes with a later cycle.
+        """
+
+    def expected_tokens(self, fallback_share: float) -> Sequence[float]:
+        """Return the committed tokens per request of a cycle with draft lengths 1, 2, ...
+
+        Args:
+            fallback_share: share of the requests that need SGLang's sampler.
+        """
+
+
+class _AcceptanceRates:
+    """Share of the tried drafts that were accepted, by position or node, weighted towards recent cycles.
+
+    A draft counts as accepted until it has been tried.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tried, self._accepted = ([1.0] * count for _ in range(2))
+
+    def add(self, tried: int, accepted: Sequence[int], first: int = 0, cycles: int = 1) -> None:
+        """Count accepted drafts.
+
+        Args:
+            tried: how often each of these drafts was verified.
+            accepted: how often each was accepted.
+            first: index of the first of these drafts.
+            cycles: how many cycles the counts are from.
+        """
+        # A large batch tells as much in a few cycles, and some of its texts begin as others end.
+        decay = RATE_DECAY ** max(cycles, tried / DRAFTS_PER_CYCLE)
+        for j, count in enumerate(accepted, start=first):
+            self._tried[j] = decay * self._tried[j] + tried
+            self._accepted[j] = decay * self._accepted[j] + count
+
+    def __iter__(self) -> Iterator[float]:
+        return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+
+
+class ChainAcceptance:
+    """Acceptance of chains, where a draft is accepted only after all drafts before it."""
+
+    def __init__(self, block_size: int, cycles_per_update: int = 1) -> None:
+        """
+        Args:
+            block_size: B.
+            cycles_per_update: consecutive cycles of one draft length that are learned together.
+        """
+        # Of each draft, given that those before it were accepted.
+        self._rates = _AcceptanceRates(block_size - 1)
+        self._cycles_per_update = cycles_per_update
+        # The cycles that are to be learned next, all of one draft length: accepted drafts of each request.
+        self._length, self._cycles = 0, 0
+        self._correct: list[int] = []
+        self._expected: list[float] | None = None
+
+    def learn(
+        self,
+        length: int,
+        num_correct_drafts: Sequence[int],
+        fallback: Sequence[int] = (),
+        in_trees: AcceptedInTrees | None = None,
+    ) -> None:
+        if length != self._length:
+            self._update()
+            self._length = length
+        self._correct.extend(num_correct_drafts)
+        self._cycles += 1
+        if self._cycles >= self._cycles_per_update:
+            self._update()
+
+    def _update(self) -> None:
+        if not self._cycles:
+            return
+        requests = Counter(self._correct)
+        # Requests with at least 0, 1, ... accepted drafts.
+        reached = list(accumulate(requests[correct] for correct in reversed(range(self._length))))[::-1]
+        for j, (tried, accepted) in enumerate(pairwise(reached)):
+            self._rates.add(tried, [accepted], first=j, cycles=self._cycles)
+        self._cycles, self._expected = 0, None
+        self._correct.clear()
+
+    def expected_tokens(self, fallback_share: float = 0.0) -> Sequence[float]:
+        if self._expected is None:
+            self._expected = list(accumulate(accumulate((1.0, *self._rates), mul)))
+        return self._expected
+
+
+class TreeAcceptance:
+    """Acceptance of trees, and of the chains of requests that need SGLang's sampler.
+
+    The tree of N nodes is the first N nodes of every larger one. So the acceptance rate of a node is what it adds to a
+    tree that ends with it.
+    """
+
+    def __init__(self, num_nodes: int, block_size: int, cycles_per_update: int = 1) -> None:
+        """
+        Args:
+            num_nodes: N of the largest tree.
+            block_size: B, the length of the longest chain.
+            cycles_per_update: see :class:`ChainAcceptance`.
+        """
+        # The root is always accepted.
+        self._rates = _AcceptanceRates(num_nodes)
+        self._expected: list[float] | None = None
+        self._chains = ChainAcceptance(block_size, cycles_per_update)
+        self._block_size = block_size
+
+    def learn(
+        self,
+        length: int,
+        num_correct_drafts: Sequence[int],
+        fallback: Sequence[int] = (),
+        in_trees: AcceptedInTrees | None = None,
+    ) -> None:
+        if fallback:
+            self._chains.learn(min(length, self._block_size), [num_correct_drafts[i] for i in fallback])
+        if in_trees is not None:
+            self._rates.add(in_trees.nodes[0], in_trees.nodes, cycles=in_trees.cycles)
+            self._expected = None
+
+    def expected_tokens(self, fallback_share: float = 0.0) -> Sequence[float]:
+        if self._expected is None:
+            self._expected = list(accumulate(self._rates))
+        if not fallback_share:
+            return self._expected
+        chains = self._chains.expected_tokens()
+        return [
+            (1 - fallback_share) * tokens + fallback_share * chains[min(i, self._block_size - 1)]
+            for i, tokens in enumerate(self._expected)
+        ]
