@@ -79,7 +79,6 @@ def test_named_results_exist():
     pages = _tracked("*.md", "*.py", "*.sh")
     named = [(_name(page), name) for page in pages for name in _RESULT.findall(page.read_text())]
     assert named
-    # bench_sweep.py's commands say where a report went when it was measured.
     missing = [(page, name) for page, name in named if not (REPO / name).exists()]
     assert missing == []
 
