@@ -41,7 +41,11 @@ find_base_python() {
 }
 
 requirements_stamp() {
-    cat "$REPO"/requirements/cpu*.txt "$REPO/pyproject.toml" "$REPO/scripts/install.sh" | sha256sum | cut -d ' ' -f 1
+    {
+        printf '%s\n' "$REPO"
+        cat "$REPO"/requirements/cpu*.txt "$REPO"/pyproject.toml "$REPO"/scripts/install.sh \
+            "$REPO"/cpu/pyproject.toml "$REPO"/cpu/sglang_dflash_cpu/*.py
+    } | sha256sum | cut -d ' ' -f 1
 }
 
 install_into_venv() {
@@ -62,9 +66,14 @@ install_into_venv() {
     "${pip[@]}" -r "$REPO/requirements/cpu.txt"
     say "installing SGLang $SGLANG_VERSION"
     "${pip[@]}" --no-deps -r "$REPO/requirements/cpu-nodeps.txt"
-    say "installing sglang-dflash from this checkout"
+    say "installing sglang-dflash and its CPU plugin from this checkout"
     "${pip[@]}" --no-deps --no-build-isolation -e "$REPO"
-    printf '%s\n' "$stamp" >"$venv/installed-stamp"
+    # A copy, because PyTorch imports it with every `import torch`, also after this folder has been moved.
+    rm -rf "$REPO/cpu/build"
+    "${pip[@]}" --no-deps --no-build-isolation "$REPO/cpu"
+    # Replaced, not written to: copies of a .venv may share its files by hard links.
+    printf '%s\n' "$stamp" >"$venv/installed-stamp.new"
+    mv "$venv/installed-stamp.new" "$venv/installed-stamp"
     say "done in $((SECONDS - started)) s: $venv"
 }
 

@@ -1,4 +1,4 @@
-"""The manifest of every place where this package hooks into SGLang, and the proof that each hook took.
+"""Registers hooks into SGLang, and proves that each is in effect.
 
 SGLang logs and swallows what goes wrong while it applies hooks (`HookRegistry.apply_hooks`), so a server could
 silently run without one. :func:`verify` walks what is really bound at each target and raises if a hook is missing. A
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.common import is_cpu, is_cuda
 
-from sglang_dflash import ledger
-from sglang_dflash.cpu.platform import cpu_engine
+from sglang_dflash import cpu_support, ledger
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ def verify() -> None:
         HookError: naming every registered hook that is not bound at its target, or the plugin whose hooks are missing.
     """
     ledger.verify()
-    if cpu_engine() and not any(hook.function.__module__ == "sglang_dflash.cpu.hooks" for hook in _registered):
+    if is_cpu() and not is_cuda() and not cpu_support.is_provided():
         raise HookError(
-            "SGLang has not loaded the plugin dflash_cpu, without which it does not serve DFLASH on a CPU: name it in "
-            "SGLANG_PLUGINS, or see in the log what became of it."
+            "SGLang has not loaded the plugin dflash_cpu, which DFLASH needs on a machine without a GPU. Install it "
+            "with `pip install --no-deps ./cpu` in a clone of sglang-dflash, and name it in SGLANG_PLUGINS if that is "
+            "set. If it is installed, SGLang's log says why it failed."
         )
     missing = [hook.target for hook in _registered if not _is_bound(hook)]
     if missing:

@@ -9,10 +9,10 @@ if not os.path.exists("/dev/nvidiactl"):
     # Two busy processes with more threads than cores slow each other down many times over.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# For the programs that tests start: the model pairs, tests/support and this package are those of this checkout.
+# For the programs that tests start: model pairs, tests/support, this package and its CPU plugin are this checkout's.
 _TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(_TESTS.parent), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(_TESTS.parent), str(_TESTS.parent / "cpu"), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 

@@ -33,11 +33,10 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d, log_info_on_rank0
 
-from sglang_dflash import ops
+from sglang_dflash import cpu_support, ops
 from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.cpu import packed_linear
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.runner import DraftModelWorker
@@ -113,7 +112,7 @@ class DFlashWorker(BaseSpecWorker):
         draft_model.use_target_embedding(target_model.get_input_embeddings())
         for model in (target_model, draft_model):
             if self.device == "cpu":
-                packed_linear.install(model)
+                cpu_support.install_layers(model)
             else:
                 add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0)
         if get_exec().features.enable_return_hidden_states:

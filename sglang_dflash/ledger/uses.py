@@ -436,7 +436,7 @@ USES = (
         ),
     ),
     Use(
-        "cpu/packed_linear.py",
+        "sglang_dflash_cpu/packed_linear.py",
         "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
@@ -683,7 +683,7 @@ USES = (
     ),
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(
-        "cpu/torch_native.py",
+        "sglang_dflash_cpu/torch_native.py",
         "our backend's base classes",
         (
             f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
@@ -691,14 +691,18 @@ USES = (
         ),
     ),
     Use(
-        "cpu/plugin.py",
+        "sglang_dflash_cpu/plugin.py",
         "our backend takes the place of SGLang's, and is added to the deterministic ones",
         (
             f"{_ATTENTION}.attention_registry.register_attention_backend",
             "sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices",
         ),
     ),
-    Use("cpu/platform.py", "the CPU engine is asked for as it says", ("sglang.srt.platforms._is_cpu_available",)),
+    Use(
+        "sglang_dflash_cpu/platform.py",
+        "reads the same environment variable",
+        ("sglang.srt.platforms._is_cpu_available",),
+    ),
     # --- the plugin -------------------------------------------------------------------------------------------------
     Use(
         "plugin.py",
@@ -730,11 +734,11 @@ def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
 
 
 def hooked() -> tuple[Use, ...]:
-    """The targets of all hooks, also of those that this machine has no use for. It imports SGLang."""
+    """Return the targets of all hooks, also those for other devices. Imports SGLang and `sglang_dflash_cpu`."""
     from sglang_dflash.attention.fa3 import FA3_HOOKS
     from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
-    from sglang_dflash.cpu.hooks import CPU_HOOKS
     from sglang_dflash.hook_table import HOOKS
+    from sglang_dflash_cpu.hooks import CPU_HOOKS
 
     source, uses = Source.installed(), []
     for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):

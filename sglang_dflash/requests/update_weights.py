@@ -30,10 +30,10 @@ from sglang.srt.runtime_context import get_model, get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import PretrainedConfig
 
+from sglang_dflash import cpu_support
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
 from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
-from sglang_dflash.cpu import packed_linear
 from sglang_dflash.draft import shortlist
 from sglang_dflash.inspect import read_drafter
 from sglang_dflash.requests.admin import AdminError, describe
@@ -166,7 +166,7 @@ def end_weight_update(
 
 
 def _weights_have_changed() -> None:
-    packed_linear.forget_weights()
+    cpu_support.weights_have_changed()
     shortlist.weights_have_changed()
 
 

@@ -23,6 +23,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import sglang_dflash
+import sglang_dflash_cpu
 from sglang_dflash.ledger import __main__ as command_line
 from sglang_dflash.ledger import recorded, state
 from sglang_dflash.ledger.source import Source
@@ -32,7 +33,13 @@ load_plugins()
 
 INSTALLED = Source.installed()
 PACKAGE = Path(sglang_dflash.__file__).parent
-MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+CPU_PACKAGE = Path(sglang_dflash_cpu.__file__).parent
+# Users are named by their path in the package; files of the CPU plugin with the name of theirs in front.
+MODULES = {
+    path.relative_to(folder): ast.parse(path.read_text())
+    for package, folder in ((PACKAGE, PACKAGE), (CPU_PACKAGE, CPU_PACKAGE.parent))
+    for path in sorted(package.rglob("*.py"))
+}
 
 # Private names of others, and what is changed of theirs: FlashInfer's wrappers, transformers' configs and caches,
 # tokenizers, torch, named tuples.
@@ -62,7 +69,7 @@ def test_installed_sglang_is_the_recorded_one():
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.user}: {use.why}")
 def test_every_entry_names_a_file_of_ours_and_says_why(use):
-    assert (PACKAGE / use.user).is_file()
+    assert Path(use.user) in MODULES
     assert use.why
     assert len(set(use.symbols)) == len(use.symbols) > 0
 
@@ -119,7 +126,7 @@ def test_every_hook_is_in_the_ledger():
     ours = [
         target
         for target, hooks in HookRegistry._hooks.items()
-        if any(hook.__module__.startswith("sglang_dflash.") for _, hook, _ in hooks)
+        if any(hook.__module__.startswith(("sglang_dflash.", "sglang_dflash_cpu.")) for _, hook, _ in hooks)
     ]
     assert len(ours) > 20
     for target in ours:

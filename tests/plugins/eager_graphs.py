@@ -142,12 +142,12 @@ def register() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-    from sglang_dflash.cpu import packed_linear
     from sglang_dflash.engine import graphs
     from sglang_dflash.engine.adaptive import controller
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
     from sglang_dflash.verify import sampler
+    from sglang_dflash_cpu import packed_linear
 
     empty = torch.empty
 

@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from sglang_dflash.cpu.platform import cpu_engine
+from sglang_dflash_cpu.platform import cpu_engine
 
 if not cpu_engine():
     pytest.skip("needs SGLANG_USE_CPU_ENGINE=1 and no CUDA device", allow_module_level=True)

@@ -5,13 +5,13 @@ import torch
 from torch.nn.functional import silu
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-from sglang_dflash.cpu.platform import cpu_engine
+from sglang_dflash_cpu.platform import cpu_engine
 
 if not cpu_engine():
     pytest.skip("needs SGLANG_USE_CPU_ENGINE=1 and no CUDA device", allow_module_level=True)
 
-from sglang_dflash.cpu import sgl_kernel_mamba as ops
-from sglang_dflash.cpu.hooks import _gated
+from sglang_dflash_cpu import sgl_kernel_mamba as ops
+from sglang_dflash_cpu.hooks import _gated
 
 HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS = 2, 6, 20, 12, 10
 SLOTS = 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.attention_reference import dense_attention
 
-from sglang_dflash.cpu.platform import cpu_engine
+from sglang_dflash_cpu.platform import cpu_engine
 
 if not cpu_engine():
     pytest.skip("needs SGLANG_USE_CPU_ENGINE=1 and no CUDA device", allow_module_level=True)
@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sglang_dflash.cpu.torch_native import VerifyTorchNativeAttnBackend
+from sglang_dflash_cpu.torch_native import VerifyTorchNativeAttnBackend
 
 HEAD_DIM = 60
 POOL_SIZE = 1024

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sglang_dflash.cpu import packed_linear
-from sglang_dflash.cpu.packed_linear import MAX_ROWS, PackedEmbeddingMethod, PackedLinearMethod
+from sglang_dflash_cpu import packed_linear
+from sglang_dflash_cpu.packed_linear import MAX_ROWS, PackedEmbeddingMethod, PackedLinearMethod
 
 METHODS = [PackedLinearMethod, PackedEmbeddingMethod]
 

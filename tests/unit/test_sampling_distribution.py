@@ -16,7 +16,7 @@ import torch
 from support.sampled import FIRST, NUM_NEW, SETTINGS, STOP, TABLE, VOCAB, p_value
 from torch.profiler import profile
 
-from sglang_dflash.cpu.platform import cpu_engine
+from sglang_dflash_cpu.platform import cpu_engine
 
 if not cpu_engine():
     pytest.skip("samples on the CPU", allow_module_level=True)

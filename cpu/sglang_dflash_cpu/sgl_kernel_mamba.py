@@ -1,9 +1,9 @@
 """The operators of `sgl_kernel` that SGLang's Gated DeltaNet models call on a CPU, in torch.
 
-:func:`sglang_dflash.cpu.platform.activate` installs this module as `sgl_kernel.mamba` beside our `sgl_kernel`, which
-puts the other half of these operators on `torch.ops.sgl_kernel`, where SGLang's models read them when they are
-imported. Names, arguments and in-place outputs are those of `sgl_kernel`'s CPU build; each function names the Triton
-kernel of SGLang whose result it gives.
+:func:`sglang_dflash_cpu.platform.activate` installs this module as `sgl_kernel.mamba`. Its import also registers half
+of these operators in `torch.ops.sgl_kernel`, where SGLang's models read them when they are imported. Names, arguments
+and in-place outputs are those of `sgl_kernel`'s CPU build; each function names the Triton kernel of SGLang whose result
+it gives. As this module is imported with torch, only its functions import `sglang_dflash`.
 
 Shapes: T tokens of n sequences, C channels of a convolution over S + 1 tokens; otherwise as in
 `ops.reference.delta_rule`. Recurrent states are float32, [slots, HV, V, K]; states of convolutions are a channel's last
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from sglang_dflash.ops.reference import delta_rule
-
-# `FLA_CHUNK_SIZE` of SGLang: a prefill leaves its state behind every so many tokens of a sequence.
+# `FLA_CHUNK_SIZE` of SGLang: a prefill returns the state before every chunk of this many tokens.
 CHUNK_SIZE = 64
 
 
@@ -82,7 +80,7 @@ def causal_conv1d_update_cpu(
         activation: "silu", "swish" or None.
         conv_state_indices: [n], slots.
         intermediate_conv_window: [rows, >= W, C, S] or None, the state after every token, written.
-        intermediate_state_indices: [n], rows of it.
+        intermediate_state_indices: [n], indices into its first dimension.
         retrieve_next_token: of draft trees.
         retrieve_next_sibling: of draft trees.
         retrieve_parent_token: of draft trees.
@@ -133,6 +131,8 @@ def chunk_gated_delta_rule_cpu(
         [1, T, HV, V]; None; and the states in the dtype of v before the first token of every chunk of a sequence,
         [1, chunks, HV, V, K].
     """
+    from sglang_dflash.ops.reference import delta_rule
+
     assert use_qk_l2norm_in_kernel and not head_first
     num_heads = v.shape[2]
     queries, keys = delta_rule.normalize(q[0], num_heads), delta_rule.normalize(k[0], num_heads)
@@ -161,6 +161,8 @@ def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -
     Returns:
         g and beta, [1, T, HV] float32.
     """
+    from sglang_dflash.ops.reference import delta_rule
+
     log_decay, beta = delta_rule.gates(A_log, a, dt_bias, b)
     return log_decay[None], beta[None]
 
@@ -201,6 +203,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     Returns:
         [1, n, HV, V]
     """
+    from sglang_dflash.ops.reference import delta_rule
+
     assert use_qk_l2norm_in_kernel and (softplus_beta, softplus_threshold) == (1, 20)
     num_heads, slots = v.shape[2], initial_state_indices.long()
     log_decay, beta = delta_rule.gates(A_log, a, dt_bias, b)
@@ -249,7 +253,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
         num_heads: heads of q.
 
     Returns:
-        q, k and gate, heads in rows: [T * heads, head_dim] each.
+        q, k and gate, [T * heads, head_dim] each.
     """
     q, gate = q_gate.reshape(-1, num_heads, 2, head_dim).unbind(2)
     q, k = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)

@@ -1,7 +1,6 @@
-"""The places where SGLang expects a GPU of the machine it serves on.
+"""Hooks into the functions of SGLang that need a GPU.
 
-Every hook does on CPU tensors what SGLang does on the GPU, so that speculative decoding, grammars and paged
-KV run unchanged.
+Each does on CPU tensors what SGLang does on a GPU, so that speculative decoding, grammars and paged KV run unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _apply_vocab_mask(logits: Tensor, vocab_mask: Tensor) -> None:
 
 
 def _murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 of (seed, position, column), as the Triton kernel of the same name computes it.
+    """Return MurmurHash3 of (seed, position, column), as the Triton kernel of the same name does.
 
     Args:
         seed: [n] uint64.
@@ -56,7 +55,7 @@ def _murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tens
     low32 = 0xFFFFFFFF
 
     def mix(hashed: Tensor | int, key: Tensor) -> Tensor:
-        # int64 products wrap around, which leaves their low 32 bits alone.
+        # int64 products wrap around, which does not change their low 32 bits.
         key = key * 0xCC9E2D51 & low32
         key = (key << 15 | key >> 17) & low32
         hashed = hashed ^ (key * 0x1B873593 & low32)
@@ -67,7 +66,7 @@ def _murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tens
     hashed = mix(0, seed & low32)
     for key in (seed >> 32 & low32, positions[:, None].to(torch.int64), col_indices[None].to(torch.int64)):
         hashed = mix(hashed, key)
-    # 16 bytes went in.
+    # 16 bytes are hashed.
     hashed = hashed ^ 16
     hashed = (hashed ^ hashed >> 16) * 0x85EBCA6B & low32
     hashed = (hashed ^ hashed >> 13) * 0xC2B2AE35 & low32
@@ -80,13 +79,13 @@ def _skip_batch_invariant_mode(original: Callable, runner: ModelRunner) -> None:
 
 
 def _gated_rmsnorm(norm: RMSNorm, x: Tensor, z: Tensor) -> Tensor:
-    """RMS norm of x, [rows, N], times the activation of z."""
+    """Return the RMS norm of x, [T, N], times the activation of z, [T, N]."""
     assert norm.norm_before_gate and norm.group_size is None
     return _gated(x, norm.weight, norm.eps, z, norm.activation)
 
 
 def _fused_gated_rmsnorm(norm: FusedRMSNormGated, x: Tensor, g: Tensor) -> Tensor:
-    """RMS norm of x, [rows, N], times the activation of g."""
+    """Return the RMS norm of x, [T, N], times the activation of g, [T, N]."""
     return _gated(x, norm.weight, norm.eps, g, norm.activation)
 
 
@@ -99,7 +98,14 @@ def _gated(x: Tensor, weight: Tensor, eps: float, gate: Tensor, activation: str)
 def _add_gated_shared_expert(
     hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
 ) -> None:
-    """Add the shared expert's output, [T, H], as far as its gate, [H], opens, to the routed experts', [T, H]."""
+    """Add the gated output of the shared expert to that of the routed experts, in place.
+
+    Args:
+        hidden_states: [T, H], the input of the gate.
+        gate_weight: [H], the weights of the gate.
+        shared_output: [T, H], the output of the shared expert.
+        final_hidden_states: [T, H], the output of the routed experts, written.
+    """
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
     final_hidden_states += (gate[:, None] * shared_output.float()).to(final_hidden_states.dtype)
 
@@ -118,64 +124,64 @@ CPU_HOOKS: list[Hook] = [
         target="sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
         kind=HookType.AROUND,
         function=_extend_forward_kwargs,
-        why="it rounds `input_embeds` to bfloat16 whatever the model's dtype",
-        until="it casts to the model's dtype",
+        why="it rounds `input_embeds` to bfloat16, also if the model has another dtype",
+        until="SGLang casts them to the model's dtype",
     ),
     Hook(
         target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
         kind=HookType.REPLACE,
         function=_apply_vocab_mask,
-        why="it refuses CPU logits, which a single grammar's own method takes",
-        until="it calls xgrammar's own CPU operator too",
+        why="it refuses logits on the CPU",
+        until="SGLang calls xgrammar's CPU operator for them",
     ),
     Hook(
         target="sglang.srt.layers.sampler.murmur_hash32",
         kind=HookType.REPLACE,
         function=_murmur_hash32,
-        why="sampling by a request's seed launches a Triton kernel",
-        until="it has a torch version for a CPU",
+        why="sampling with a seed launches a Triton kernel",
+        until="SGLang has a torch version for CPUs",
     ),
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
         kind=HookType.AROUND,
         function=_skip_batch_invariant_mode,
-        why="--enable-deterministic-inference replaces matrix products by Triton kernels and finds no accelerator",
-        until="it has batch-invariant operators for a CPU, or leaves PyTorch's alone there",
+        why="--enable-deterministic-inference replaces matrix products by Triton kernels",
+        until="SGLang has batch-invariant operators for CPUs, or keeps PyTorch's there",
     ),
     Hook(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward",
         kind=HookType.REPLACE,
         function=_gated_rmsnorm,
-        why="the norm of Qwen3.5's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
-        until="it has a torch version for a CPU",
+        why="the norm of Qwen3.5's Gated DeltaNet layers launches a Triton kernel on a CPU without AMX",
+        until="SGLang has a torch version for CPUs",
     ),
     Hook(
         target="sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
         kind=HookType.REPLACE,
         function=_fused_gated_rmsnorm,
-        why="the norm of Qwen3-Next's Gated DeltaNet layers launches a Triton kernel where a CPU has no AMX",
-        until="it has a torch version for a CPU",
+        why="the norm of Qwen3-Next's Gated DeltaNet layers launches a Triton kernel on a CPU without AMX",
+        until="SGLang has a torch version for CPUs",
     ),
     Hook(
         target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
         kind=HookType.REPLACE,
         function=_add_gated_shared_expert,
         why="the gate of a shared expert launches a Triton kernel",
-        until="it has a torch version for a CPU",
+        until="SGLang has a torch version for CPUs",
     ),
     Hook(
         target="sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
         kind=HookType.AROUND,
         function=_supports_extra_buffer,
-        why="--mamba-radix-cache-strategy auto would choose extra_buffer without speculation too, where decoding pins "
-        "memory and launches a Triton kernel to keep states",
-        until="SGLang keeps states of decoding requests on a CPU",
+        why="without speculation, --mamba-radix-cache-strategy auto would choose extra_buffer, which needs pinned "
+        "memory and a Triton kernel in decoding",
+        until="SGLang keeps the states of decoding requests on a CPU",
     ),
     Hook(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
         kind=HookType.REPLACE,
         function=_platform_supports_extra_buffer,
-        why="it refuses the CPU, where DFLASH keeps the states of decoding requests itself",
-        until="SGLang keeps states of decoding requests on a CPU",
+        why="it refuses the CPU, though DFLASH keeps the states of decoding requests itself",
+        until="SGLang keeps the states of decoding requests on a CPU",
     ),
 ]

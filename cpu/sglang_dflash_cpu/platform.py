@@ -1,6 +1,6 @@
-"""The entry point that provides, before SGLang imports it, what exists only on machines with a GPU.
+"""Provide the modules that exist only on machines with a GPU, before SGLang imports them.
 
-Two groups name :func:`activate`, because SGLang itself has no moment that is early enough for both of its
+:func:`activate` is an entry point of two groups, because SGLang has no moment that is early enough for both of its
 parts:
 
 * `torch.backends`: PyTorch calls it at the end of `import torch`, hence before `sglang.srt.utils.common`
@@ -9,8 +9,8 @@ parts:
   before any module of SGLang imports `sgl_kernel`. It is enough where torchvision works, with PyTorch's
   autoload off.
 
-This module is imported with torch in every process, so it imports nothing heavy; and no torch, which would
-call :func:`activate` before it exists if this module came first.
+This module is imported with torch in every process, so it imports nothing heavy. It does not import torch at the top:
+torch would call :func:`activate` before it is defined if this module is imported first.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _torchvision_ops: torch.library.Library | None = None
 
 
 def cpu_engine() -> bool:
-    """Whether SGLang's CPU engine is asked for, on a machine where it is the only choice.
+    """Return True if SGLang's CPU engine is asked for, on a machine without a GPU.
 
-    Reads SGLang's variable as `sglang.srt.platforms._is_cpu_available` does. That function cannot be called
-    here: importing it imports torchvision.
+    Reads the environment variable as `sglang.srt.platforms._is_cpu_available` does, which cannot be called here: its
+    import would import torchvision.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1":
         return False
@@ -43,23 +43,23 @@ def cpu_engine() -> bool:
 
 
 def activate() -> None:
-    """Make `import torchvision` and `import sgl_kernel` work for :func:`cpu_engine`; otherwise do nothing.
+    """Make `import torchvision` and `import sgl_kernel` work if :func:`cpu_engine`; otherwise do nothing.
 
-    May be called twice, and returns None: it never claims SGLang's platform.
+    May be called twice. Returns None, as it never claims SGLang's platform.
     """
     if not cpu_engine():
         return
     if _torchvision_ops is None and not _torchvision_extension_loads():
         _declare_torchvision_ops()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
-        sys.modules["sgl_kernel"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel")
-        sys.modules["sgl_kernel.mamba"] = importlib.import_module("sglang_dflash.cpu.sgl_kernel_mamba")
+        sys.modules["sgl_kernel"] = importlib.import_module("sglang_dflash_cpu.sgl_kernel")
+        sys.modules["sgl_kernel.mamba"] = importlib.import_module("sglang_dflash_cpu.sgl_kernel_mamba")
 
 
 def _declare_torchvision_ops() -> None:
-    """Declare the operators without which torchvision cannot be imported; serving text calls neither.
+    """Declare two operators that `import torchvision` needs; serving text calls neither.
 
-    PyPI has torchvision for CUDA only. Its extension does not load beside a CPU build of PyTorch, and then
+    PyPI has torchvision for CUDA only. Its extension does not load with a CPU build of PyTorch, and then
     `torchvision._meta_registrations` fails because two operators that it describes do not exist.
     """
     import torch
@@ -73,7 +73,7 @@ def _declare_torchvision_ops() -> None:
 def _torchvision_extension_loads() -> bool:
     import torch
 
-    # As `torchvision.extension._load_library` does; importing it would import torchvision.
+    # As in `torchvision.extension._load_library`, whose import would import torchvision.
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""SGLang's `torch_native` attention backend, with what speculative decoding asks of it.
+"""SGLang's `torch_native` attention backend, extended for speculative decoding.
 
 Legend: `bs` requests, `B` query rows per verified request, `Hq` query heads, `Hkv` KV heads, `D` head size.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
-    """Adds `ForwardMode.TARGET_VERIFY`, and reads the KV of windowed layers where an SWA pool keeps it.
+    """Adds `ForwardMode.TARGET_VERIFY`, and reads the KV of windowed layers from an SWA pool.
 
     A verified request has `B = spec_info.draft_token_num` query rows at positions seq_lens..seq_lens+B-1,
     where `seq_lens` does not count the block. A query at position p sees the keys at q <= p (the target's
@@ -89,7 +89,7 @@ class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
         context_lens: list[int],
         query_lens: list[int],
     ) -> Tensor:
-        """Attention of query_lens[i] rows after context_lens[i] keys, for each request i."""
+        """Return the attention of query_lens[i] tokens after context_lens[i] keys, for each request i."""
         if save_kv_cache and k is not None and v is not None:
             locations = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, locations, k, v)
@@ -126,7 +126,7 @@ class VerifyTorchNativeAttnBackend(TorchNativeAttnBackend):
 
 
 def _visible(positions: Tensor, query_len: int, bidirectional: bool, window: int | None) -> Tensor | None:
-    """Which keys each query sees.
+    """Return the mask of keys that each query sees.
 
     Args:
         positions: [num_keys] int64, ascending; the last `query_len` are also the queries'.

@@ -1,7 +1,7 @@
 """The operators of `sgl_kernel` that SGLang imports on a CPU, in torch.
 
-`sgl_kernel` has no CPU wheel on PyPI. :func:`sglang_dflash.cpu.platform.activate` installs this module under
-that name where no real one exists. Names, arguments and in-place outputs are those of `sgl_kernel`'s CPU
+`sgl_kernel` has no CPU wheel on PyPI. :func:`sglang_dflash_cpu.platform.activate` installs this module under
+that name if no real one exists. Names, arguments and in-place outputs are those of `sgl_kernel`'s CPU
 build; each function names the Triton kernel of SGLang whose result it gives.
 
 Legend: `bs` requests, `pool_len` columns of `req_to_token`.
@@ -54,8 +54,8 @@ def assign_extend_cache_locs_cpu(
         req_to_token: [num_rows, pool_len] int32.
         start_offset: [bs] int32 or int64.
         end_offset: [bs] int32 or int64.
-        out_cache_loc: [>= sum(end_offset - start_offset)] int64, written from its start; the rest is left
-            alone.
+        out_cache_loc: [>= sum(end_offset - start_offset)] int64, written from its start; the rest is not
+            changed.
         pool_len: columns of `req_to_token`.
     """
     rows, columns = _ragged(req_pool_indices, start_offset, end_offset)
@@ -126,7 +126,7 @@ def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, a
         accept_index: [bs, stride] or flat, integer, indices into `out_cache_loc`; -1 where nothing was
             accepted.
         out_cache_loc: [num_rows] int64.
-        accept_out_cache_loc: [accept_index.numel()] int64, written from its start; the rest is left alone.
+        accept_out_cache_loc: [accept_index.numel()] int64, written from its start; the rest is not changed.
     """
     accepted = accept_index[accept_index > -1]
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]

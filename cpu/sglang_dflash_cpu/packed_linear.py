@@ -1,9 +1,9 @@
-"""The products of a verified block's rows with weights, on a CPU.
+"""Linear layers for the few tokens of verified blocks, on a CPU.
 
-A plain step reads every weight once, and so should a cycle, whose few rows cost little to multiply. MKL, which has
-weights as they are, first copies them into an order of its own: for 4 rows it takes 2.4 times as long as for one, where
-oneDNN takes 1.3 times with weights that were put in order before (SmolLM2-135M on one core of an EPYC). One row is as
-fast either way, and many rows gain nothing.
+A decode step without speculation reads every weight once. A cycle should do the same, as a few more tokens cost little
+arithmetic. MKL copies the weights into its own layout in every call: 4 tokens take 2.4 times as long as one. oneDNN
+with weights that are packed once takes 1.3 times as long (SmolLM2-135M on one core of an EPYC). One token is as fast
+with both, and many tokens gain nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 MIN_ROWS, MAX_ROWS = 2, 64
-# Below, a product takes no longer than what surrounds it.
+# Smaller layers are not worth it: their product takes no longer than the call.
 _MIN_NUMBERS = 1 << 18
-# The rows for which oneDNN chooses its order.
+# Number of tokens for which oneDNN chooses its layout.
 _TYPICAL_ROWS = 16
 
 _packed: weakref.WeakSet[_Packed] = weakref.WeakSet()
 
 
 class _Packed:
-    """A layer's weights a second time, in oneDNN's order, as soon as they are needed."""
+    """A copy of a layer's weights in oneDNN's layout, made when it is first needed."""
 
     def __init__(self) -> None:
         self._weight: torch.Tensor | None = None
@@ -40,14 +40,14 @@ class _Packed:
         self._weight = None
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K], weight [N, K] and bias [N] float32: [M, N]."""
+        """Return the float32 product, [M, N], of x, [M, K], and weight, [N, K], plus bias, [N]."""
         if self._weight is None:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
 
 
 class _PackedMethod:
-    """Before a method of SGLang's among the bases of a class: what that does with few rows, by packed weights."""
+    """Mixin for a linear method of SGLang: multiplies a few tokens with packed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ class _PackedMethod:
 
 
 class PackedLinearMethod(_PackedMethod, UnquantizedLinearMethod):
-    """Of a linear layer."""
+    """Method of a linear layer."""
 
 
 class PackedEmbeddingMethod(_PackedMethod, UnquantizedEmbeddingMethod):
-    """Of an lm_head, tied to the embedding or not."""
+    """Method of an lm_head, tied to the embedding or not."""
 
 
 def install(model: nn.Module) -> None:
-    """Give every layer of a loaded model that gains by it weights in oneDNN's order, beside those that it has."""
+    """Replace the methods of all float32 layers of a loaded model that are large enough."""
     if get_exec().deterministic.enable_deterministic_inference:
-        # There a row is summed in the same order whatever the batch.
+        # A token's product must be summed in the same order for every batch size.
         return
     num_layers = 0
     for layer in model.modules():
@@ -80,7 +80,7 @@ def install(model: nn.Module) -> None:
             num_layers += 1
     if num_layers:
         logger.info(
-            "%s: %d layers have their weights twice, for %d to %d rows in oneDNN's order.",
+            "%s: %d layers keep a second copy of their weights, in oneDNN's layout, for %d to %d tokens.",
             type(model).__name__,
             num_layers,
             MIN_ROWS,
@@ -99,6 +99,6 @@ def _method(layer: nn.Module) -> PackedLinearMethod | PackedEmbeddingMethod | No
 
 
 def forget_weights() -> None:
-    """Weights may have changed: those of this process are put in order again when they are needed."""
+    """Drop all packed weights of this process. They are packed again when they are next needed."""
     for packed in _packed:
         packed.forget()

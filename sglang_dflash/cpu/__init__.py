@@ -1,1 +1,0 @@
-"""What SGLang needs to serve on a machine without a GPU."""
