@@ -83,6 +83,28 @@ def test_named_results_exist():
     assert missing == []
 
 
+def _defines(path: Path, name: str) -> bool:
+    """Return whether a module, or a module of a folder, defines a function, a method (`Class.method`) or a class."""
+    modules = [path] if path.is_file() else sorted(path.glob("*.py"))
+    definition = re.compile(rf"^\s*(?:async )?(?:def|class) {name.rpartition('.')[2]}\b", re.MULTILINE)
+    return any(definition.search(module.read_text()) for module in modules)
+
+
+def test_tour_names_exist():
+    """Each name in the last column of the tour of the code is defined in a file that its row links."""
+    page = REPO / "docs/how-it-works.md"
+    tour = page.read_text().partition("## A request's way")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in tour.splitlines() if "](../" in line]
+    assert rows
+    missing = []
+    for row in rows:
+        files = [(page.parent / link).resolve() for link in _links(row[2])]
+        names = re.findall(r"`([\w.]+)`", row[3])
+        assert names, row
+        missing += [name for name in names if not any(_defines(file, name) for file in files)]
+    assert missing == []
+
+
 def test_readme_is_short():
     assert len((REPO / "README.md").read_text().split()) <= MAX_README_WORDS
 
