@@ -72,6 +72,13 @@ HOOKS = [
         until="SGLang reads DFlash drafters of every format itself",
     ),
     Hook(
+        target="sglang.srt.arg_groups.validation_hook.handle_aux_hidden_state_capture",
+        kind=HookType.AFTER,
+        function=arguments.begin_resolution,
+        why="--speculative-eagle-topk, also with its default, moves target and drafter to another attention backend",
+        until="is_no_spec_infer_or_topk_one asks for the algorithm, too",
+    ),
+    Hook(
         target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
         kind=HookType.AROUND,
         function=arguments.resolve_speculative_arguments,

@@ -1,7 +1,9 @@
-"""How attention backends learn the layout of a batch of blocks whose forward is inside a CUDA graph.
+"""Plans: what tells an attention backend the layout of a batch of blocks whose forward is inside a CUDA graph.
 
-SGLang prepares a backend before every replay (`init_forward_metadata_out_graph`). What that launches is recorded in the
-graph instead, where the backend computes everything on the GPU; a host that only launches a replay is done sooner.
+SGLang prepares a backend before every replay (`init_forward_metadata_out_graph`). Where a backend computes its layout
+on the GPU alone, the graph records that work instead, and the host only launches the replay.
+
+Shapes: bs requests, B tokens of a block.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from sglang_dflash.attention.trees import ChainAttentionBackend, NodeAttentionBa
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+    from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
+
+    PagedBackend = FlashAttentionBackend | TRTLLMHAAttnBackend | TRTLLMMLABackend
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +34,7 @@ class BlockPlan(Protocol):
     """The layout of one backend's blocks, for every captured batch size.
 
     Attributes:
-        needs_host_lens: `before_replay` reads `seq_lens_cpu` of its batch.
+        needs_host_lens: bool. Whether the host has to call `before_replay` with the lengths of all requests.
     """
 
     needs_host_lens: bool
@@ -37,11 +43,15 @@ class BlockPlan(Protocol):
         """Bind the backend to the buffers of `batch`, which is about to be captured."""
 
     def record(self, batch: ForwardBatch) -> None:
-        """Launch, inside the graph, what computes the layout of `batch`."""
+        """Launch the kernels that compute the layout of `batch`; they are recorded in the graph."""
 
     def before_replay(self, batch: ForwardBatch) -> None:
-        """Where it `needs_host_lens`, prepare a replay; `batch` has the buffers of the graph, and `seq_lens_cpu`, [bs],
-        the block included: no KV is longer than that."""
+        """Prepare a replay, if the plan `needs_host_lens`.
+
+        Args:
+            batch: over the buffers of the graph, with `seq_lens_cpu`, [bs] int64: upper bounds of the KV lengths, the
+                block included.
+        """
 
 
 class _BackendPlan:
@@ -52,14 +62,14 @@ class _BackendPlan:
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def _lay_out(self, batch: ForwardBatch) -> None:
-        # Anew: a batch's `KVLocPlan` keeps the slots that it has translated for sliding layers, and `out_cache_loc` has
-        # others in every cycle.
+        # A batch's `KVLocPlan` keeps the slots that it has translated for sliding layers. `out_cache_loc` changes in
+        # every cycle, so they are translated again.
         self._backend.kv_index_translator.bind_runner_slots(batch)
         self._backend.init_forward_metadata_out_graph(batch)
 
 
 class RecordedPlan(_BackendPlan):
-    """A backend that lays out blocks on the GPU alone: Triton, ours of nodes, and FA3 below."""
+    """The plan of a backend that lays out blocks on the GPU alone: Triton's and `NodeAttentionBackend`."""
 
     needs_host_lens = False
 
@@ -71,21 +81,19 @@ class RecordedPlan(_BackendPlan):
 
 
 class PagedPlan(RecordedPlan):
-    """FA3, which reads the KV of a request through its row of a page table.
+    """The plan of a backend that reads the KV of a request through a row of a page table: FA3, FA4 and TRT-LLM.
 
-    SGLang makes rows of a graph as wide as the context, and a block that begins in the last B tokens of it ends behind
-    them. FA3 would find the pages of the next request there. So rows become as wide as those of `req_to_token`, before
-    `init_cuda_graph_state` allocates them. Without a graph they are cut out of `req_to_token`.
+    FA3, FA4 and TRT-LLM's latent attention are laid out by `init_forward_metadata_out_graph`, which launches kernels
+    only. TRT-LLM's other attention does that in `init_forward_metadata_in_graph`, which SGLang records itself.
     """
 
-    def __init__(self, backend: FlashAttentionBackend) -> None:
+    def __init__(self, backend: PagedBackend) -> None:
         super().__init__(backend)
-        backend.max_context_len = backend.req_to_token.shape[1]
-        backend.max_num_pages = -(-backend.max_context_len // backend.page_size)
+        widen_page_table(backend)
 
 
 class ReplayPlan(_BackendPlan):
-    """Any other backend, prepared before every replay as SGLang does it."""
+    """The plan of any other backend: the host prepares it before every replay, as SGLang does."""
 
     needs_host_lens = True
 
@@ -97,7 +105,7 @@ class ReplayPlan(_BackendPlan):
 
 
 class HybridPlan:
-    """Full attention beside recurrent layers, which look for the slots of their states and for nothing else."""
+    """The plan of a target with recurrent layers: that of its full attention, and the slots of the states."""
 
     def __init__(self, backend: HybridLinearAttnBackend, full_attention: BlockPlan) -> None:
         self._backend, self._full_attention = backend, full_attention
@@ -115,25 +123,42 @@ class HybridPlan:
         self._full_attention.before_replay(batch)
 
     def _lay_out_states(self, batch: ForwardBatch) -> None:
-        # As if the batch were captured: so SGLang does not count its padding on the host. Padded requests are those of
-        # row 0 of `req_to_token`, whose state is in slot 0, and nobody's.
+        # With `in_capture` SGLang does not count padded requests on the host. They are in row 0 of `req_to_token`,
+        # whose state is in slot 0, which no request has.
         self._backend.linear_attn_backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
 def parts(backend: AttentionBackend) -> list[AttentionBackend]:
-    """The backends that a model's layers have: one for full attention, and one for recurrent layers if it has any."""
+    """Return the backends of a model's layers: the one of full attention, then the one of recurrent layers, if any."""
     return backend.attn_backend_list if isinstance(backend, HybridLinearAttnBackend) else [backend]
 
 
+def widen_page_table(backend: PagedBackend) -> None:
+    """Make rows of a page table as wide as those of `req_to_token`, before the backend allocates its buffers.
+
+    SGLang makes them as wide as the context. A block that begins in the last B tokens of the context ends after it, and
+    the backend would take pages of the next request for its own.
+    """
+    backend.max_context_len = backend.req_to_token.shape[1]
+    # TRT-LLM's latent attention computes its number of pages from `max_context_len`.
+    if not _is_trtllm_mla(backend):
+        backend.max_num_pages = -(-backend.max_context_len // backend.page_size)
+
+
 def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
-    """The leanest plan that a backend allows; it is made before the backend has buffers for graphs."""
+    """Return the plan of a backend with the least work for the host.
+
+    Args:
+        backend: without buffers for graphs so far.
+        block_size: verified tokens of a request.
+    """
     if isinstance(backend, HybridLinearAttnBackend):
         return HybridPlan(backend, block_plan(backend.full_attn_backend, block_size))
-    # Imported here: without a GPU's libraries there are no such backends.
+    # Imported here, as in the functions below: a machine without a GPU does not load these backends.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    if isinstance(backend, FlashAttentionBackend):
+    if isinstance(backend, FlashAttentionBackend) or _is_trtllm_mha(backend) or _is_trtllm_mla(backend):
         return PagedPlan(backend)
     if isinstance(backend, TritonAttnBackend | NodeAttentionBackend):
         return RecordedPlan(backend)
@@ -143,17 +168,31 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
         if FlashInferPlan.supports(backend):
             return FlashInferPlan(backend, block_size)
     logger.info(
-        "%s is prepared by the host before every decode cycle: it lays out its KV with lengths that the host reads.",
+        "The host prepares %s before every decode cycle: it lays out its KV with lengths that the host reads.",
         type(backend).__name__,
     )
     return ReplayPlan(backend)
 
 
-def chain_attention(target_runner: ModelRunner, block_size: int) -> ChainAttentionBackend | None:
-    """What verifies chains in graphs in place of a target's own backend; None: that backend does.
+def prepare_chains(backend: AttentionBackend) -> None:
+    """Give a target's backend room for chains that it verifies without a graph.
 
-    In every layer FlashInfer merges the parts of all requests in a launch of its own, also of those that have one part.
-    With `--enable-deterministic-inference` it splits no KV (`flashinfer_plan`).
+    TRT-LLM allocates a page table as wide as the context for every forward. The others have room, see `PagedPlan`.
+    """
+    full_attention = parts(backend)[0]
+    if _is_trtllm_mha(full_attention):
+        widen_page_table(full_attention)
+
+
+def chain_attention(target_runner: ModelRunner, block_size: int) -> ChainAttentionBackend | None:
+    """Return the attention that verifies chains in graphs instead of FlashInfer's; None: the target's own backend does.
+
+    FlashInfer merges the parts of split KV in one more launch per layer, also for requests that have one part. With
+    `--enable-deterministic-inference` it splits no KV (`flashinfer_plan`), and stays.
+
+    Args:
+        target_runner: has its KV pools and its attention backend, and no graphs so far.
+        block_size: verified tokens of a request.
     """
     backend = target_runner.attn_backend
     if not _is_flashinfer(backend) or backend.enable_deterministic:
@@ -180,19 +219,20 @@ def _chain_obstacle(target_runner: ModelRunner, block_size: int) -> str | None:
     return layer_obstacle(target_runner.model) or pool_obstacle(target_runner.token_to_kv_pool)
 
 
-# Of the lists of KV slots that these attention backends keep for the blocks of a graph.
+# Dtype of the lists of KV slots that an attention backend keeps for the blocks of a graph.
 INDEX_DTYPES = {"flashinfer": torch.int32, "triton": torch.int64}
 # Entries that FlashInfer adds to such a list (`FlashInferIndicesUpdaterPrefill.call_begin_forward`).
 _SPARE_INDICES = 256
 
 
 def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None) -> None:
-    """Have a backend, which has no buffers for graphs yet, list the KV slots of a batch of blocks once per request.
+    """Make a backend allocate room for the KV slots of a batch of blocks once per request.
 
-    SGLang makes room for a context per token, as EAGLE's drafts need it, and for masks of trees. Blocks are chains.
+    SGLang makes room for one context per token, which EAGLE's drafts need, and for masks of trees.
 
     Args:
-        whole: of the same kind, for wider blocks: no two widths are in use at a time, so its lists serve both.
+        backend: without buffers for graphs so far.
+        whole: a backend of the same kind for wider blocks. Only one width is in use at a time, so both share its lists.
     """
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
@@ -204,7 +244,7 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
 
     def init_bounded(max_bs: int, max_num_tokens: int) -> None:
         if whole is None:
-            # A cycle may be planned with lengths that have its block twice.
+            # Lengths that a cycle is planned with may include its block twice.
             max_len = backend.req_to_token_pool.req_to_token.shape[1] + max_num_tokens // max_bs
             dtype = INDEX_DTYPES["flashinfer" if is_flashinfer else "triton"]
             size = max_bs * max_len + _SPARE_INDICES
@@ -221,8 +261,20 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
 
 
 def is_planned_from_bounds(backend: AttentionBackend) -> bool:
-    """Whether a backend that asks for sequence lengths on the CPU needs no more than upper bounds for blocks."""
+    """Return whether a backend that asks for sequence lengths on the CPU needs upper bounds only, for blocks."""
     return _is_flashinfer(parts(backend)[0])
+
+
+def _is_trtllm_mha(backend: AttentionBackend) -> bool:
+    from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+
+    return type(backend) is TRTLLMHAAttnBackend
+
+
+def _is_trtllm_mla(backend: AttentionBackend) -> bool:
+    from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
+
+    return type(backend) is TRTLLMMLABackend
 
 
 def _is_flashinfer(backend: AttentionBackend) -> bool:

@@ -144,7 +144,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if self._block_width > 1:
             self._draft_plan = block_plan(self.draft_backend, self._block_width)
             bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
-            # A drafter's backends plan on the GPU alone (`arguments.DRAFT_BACKENDS`).
+            # A drafter's backends plan on the GPU alone (`backends.DRAFT_BACKENDS`).
             assert not self._draft_plan.needs_host_lens
         # By batch size P: see `_Graph.drafts`.
         self._drafts: dict[int, torch.Tensor] = {}

@@ -34,7 +34,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d, log_info_on_rank0
 
 from sglang_dflash import cpu_support, ops
-from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds
+from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds, prepare_chains
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.bigrams import Bigrams
@@ -62,7 +62,7 @@ from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
 from sglang_dflash.recurrent.state import RecurrentState
-from sglang_dflash.server_args.arguments import asks_for_trees, num_candidates
+from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
 from sglang_dflash.verify.sampler import BlockSampler, Part
 from sglang_dflash.version import __version__
 
@@ -436,6 +436,7 @@ class DFlashWorker(BaseSpecWorker):
             super().init_attention_backends()
         target_runner = self.target_worker.model_runner
         if not self._cycle.verifies_trees:
+            prepare_chains(target_runner.attn_backend)
             self._cycle.verify_by(chain_attention(target_runner, self.block_size))
         CycleGraphRunner.install(target_runner, self._cycle)
 
@@ -447,7 +448,7 @@ class DFlashWorker(BaseSpecWorker):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
         is_adaptive = get_spec().speculative_adaptive
         if is_adaptive and whole is None and self.device != "cpu":
-            # Flags have been checked (`arguments.check_adaptive`), but SGLang leaves graphs out for other reasons too.
+            # Flags have been checked (`refusals.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
         cycles_per_choice = 1 if whole is None else CYCLES_PER_CHOICE
         # What is exported is exact. One rank does that, but all of them must learn the same at the same time.

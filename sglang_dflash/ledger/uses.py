@@ -24,6 +24,8 @@ _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _ATTENTION = "sglang.srt.layers.attention"
 _FA3 = f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend"
 _FLASHINFER = f"{_ATTENTION}.flashinfer_backend"
+_TRTLLM_MHA = f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend"
+_TRTLLM_MLA = f"{_ATTENTION}.trtllm_mla_backend.TRTLLMMLABackend"
 _TRITON = f"{_ATTENTION}.triton_backend.TritonAttnBackend"
 _TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
 _LOGITS_OUTPUT = "sglang.srt.layers.logits_processor.LogitsProcessorOutput"
@@ -274,7 +276,33 @@ USES = (
     Use(
         "attention/plan.py",
         "widened, so that rows of a graph's page table hold a block that reaches past the context",
-        (f"{_FA3}.max_context_len", f"{_FA3}.max_num_pages", f"{_FA3}.init_cuda_graph_state"),
+        (
+            f"{_FA3}.max_context_len",
+            f"{_FA3}.max_num_pages",
+            f"{_FA3}.init_cuda_graph_state",
+            f"{_TRTLLM_MHA}.max_context_len",
+            f"{_TRTLLM_MHA}.max_num_pages",
+            f"{_TRTLLM_MHA}.init_cuda_graph_state",
+            f"{_TRTLLM_MHA}.init_forward_metadata",
+            f"{_TRTLLM_MLA}._calc_padded_blocks",
+            f"{_TRTLLM_MLA}.init_cuda_graph_state",
+        ),
+    ),
+    Use(
+        "attention/plan.py",
+        "TRT-LLM's backends lay out blocks on the GPU alone, one of them where SGLang's runner records it in the graph",
+        (
+            f"{_TRTLLM_MHA}.init_forward_metadata_out_graph",
+            f"{_TRTLLM_MHA}.init_forward_metadata_in_graph",
+            f"{_TRTLLM_MHA}._build_cuda_graph_metadata",
+            f"{_TRTLLM_MHA}._apply_cuda_graph_metadata",
+            f"{_TRTLLM_MLA}.init_forward_metadata_out_graph",
+            f"{_TRTLLM_MLA}._init_cuda_graph_metadata",
+            f"{_TRTLLM_MLA}._apply_cuda_graph_metadata",
+            f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner._run_in_graph_metadata_prep",
+            "sglang.kernels.ops.attention.trtllm_mha_graph_metadata.update_trtllm_mha_graph_metadata_kernel",
+            "sglang.kernels.ops.attention.kv_indices.create_flashmla_kv_indices_triton",
+        ),
     ),
     Use(
         "attention/plan.py",

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import attention_backends, get_exec, get_paralle
 from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.runner import draft_model_config
-from sglang_dflash.server_args.arguments import load_drafter_config
+from sglang_dflash.server_args.pair import load_drafter_config
 from sglang_dflash.verify import sampler
 
 logger = logging.getLogger(__name__)

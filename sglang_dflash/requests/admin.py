@@ -54,7 +54,8 @@ from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerP
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_dflash.server_args.arguments import IGNORED, is_dflash, serves_dflash
+from sglang_dflash.server_args.arguments import is_dflash, serves_dflash
+from sglang_dflash.server_args.refusals import IGNORED
 
 logger = logging.getLogger(__name__)
 

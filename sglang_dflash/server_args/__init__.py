@@ -1,0 +1,1 @@
+"""DFLASH's command line: which flags are refused, and what the others mean."""

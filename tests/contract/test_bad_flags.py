@@ -19,15 +19,14 @@ from sglang.srt.server_args import ServerArgs
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.engine import simulate
-from sglang_dflash.server_args.arguments import (
-    DRAFT_BACKENDS,
+from sglang_dflash.server_args.arguments import is_dflash
+from sglang_dflash.server_args.backends import DRAFT_BACKENDS, draft_attention_backend
+from sglang_dflash.server_args.refusals import (
     IGNORED,
     IGNORED_PREFIXES,
     UNSUPPORTED,
     check_adaptive,
     check_deterministic,
-    draft_attention_backend,
-    is_dflash,
 )
 
 
@@ -55,7 +54,7 @@ def test_block_sizes_contradict():
 
 @pytest.mark.parametrize("flags", [BLOCK_SIZE_FLAGS[:1], BLOCK_SIZE_FLAGS[1:], BLOCK_SIZE_FLAGS])
 def test_smaller_block_size_is_served_and_logged(flags, caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args.arguments"):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
         args = resolve(**dict.fromkeys(flags, 8))
     assert args.speculative_num_draft_tokens == 8
     lines = [record.getMessage() for record in caplog.records if "blocks of" in record.getMessage()]
@@ -389,7 +388,7 @@ def test_adaptive_is_not_deterministic_on_flashinfer():
 
 
 def test_block_verification_changes_nothing_and_says_so(caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args.arguments"):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
         resolve(speculative_use_block_verification=True)
     assert any(
         record.getMessage().startswith("--speculative-use-block-verification changes nothing")

@@ -39,7 +39,7 @@ def test_targets_that_are_served(checkpoints, arguments, architecture):
 
 @pytest.mark.parametrize(("num_nodes", "num_rows"), [(None, 16), (8, 8), (32, 16)])
 def test_trees_are_chains(arguments, num_nodes, num_rows, caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args.arguments"):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
         resolved = resolve(speculative_eagle_topk=8, speculative_num_draft_tokens=num_nodes, **arguments)
 
     assert resolved.speculative_dflash_block_size == resolved.speculative_num_draft_tokens == num_rows

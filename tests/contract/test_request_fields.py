@@ -125,7 +125,7 @@ OF_THE_PROMPT = {
     # Which prompts share a prefix in the radix cache.
     "extra_key",
 }
-# Without effect on a server that was not started with a flag that DFLASH refuses (`arguments.UNSUPPORTED`), or without
+# Without effect on a server that was not started with a flag that DFLASH refuses (`refusals.UNSUPPORTED`), or without
 # an output that it refuses.
 OF_WHAT_IS_REFUSED = {
     "sampling_logprobs_mode",

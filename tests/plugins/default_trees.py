@@ -14,6 +14,6 @@ def register() -> None:
     from sglang_dflash.engine import worker
     from sglang_dflash.server_args import arguments
 
-    arguments.TREE_DEVICES = ("cuda", "cpu")
+    trees.TREE_DEVICES = ("cuda", "cpu")
     if OBSTACLE is not None:
         worker.tree_obstacle = lambda target_runner: OBSTACLE

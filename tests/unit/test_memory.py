@@ -28,7 +28,7 @@ from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory, logit_bytes
-from sglang_dflash.server_args.arguments import load_drafter_config
+from sglang_dflash.server_args.pair import load_drafter_config
 
 load_plugins()
 

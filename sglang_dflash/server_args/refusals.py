@@ -1,0 +1,236 @@
+"""Flags that DFLASH refuses, each with one error that names the flag and its value."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import msgspec
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.configs.model_config import ModelImpl
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.checkpoint.config import MAX_CANDIDATES, ConfigError
+from sglang_dflash.server_args.backends import device_type
+from sglang_dflash.server_args.trees import asks_for_trees
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+# `ServerArgs` fields of features that DFLASH does not support. They must keep their defaults, whether the user or
+# SGLang sets them. SGLang derives the flag from the field, with dashes.
+UNSUPPORTED = (
+    # Parallelism other than tensor parallelism and independent replicas.
+    "pp_size",
+    "dcp_size",
+    "attn_cp_size",
+    "enable_prefill_cp",
+    "enable_cp_tp_group_sharing",
+    "enable_dp_attention",
+    "attn_dp_size",
+    "enable_attn_tp_input_scattered",
+    "enable_layernorm_sp",
+    "enable_two_batch_overlap",
+    "enable_pdmux",
+    "elastic_ep_backend",
+    # KV that moves between servers or tiers, or has another layout: the drafter's KV does not follow it.
+    "disaggregation_mode",
+    "enable_pd_role_switch",
+    "enable_hierarchical_cache",
+    "enable_unified_cache_external_linker",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_hisparse",
+    "enable_unified_memory",
+    "enable_page_major_kv_layout",
+    # Weights that are loaded after graphs are captured, or on demand, and forwards without the layers that the cycle
+    # hooks into.
+    "startup_weight_load_mode",
+    "weight_cache_mode",
+    "enable_paged_experts",
+    "enable_amd_monokernel",
+    "enable_nvidia_megakernel",
+    # torch.compile cannot trace how kernels are launched and attention is planned. A cycle is one graph, not pieces.
+    "enable_torch_compile",
+    "debug_cuda_graph",
+    # Front ends that run where SGLang loads no plugins: their requests would not be checked.
+    "tokenizer_worker_num",
+    "smg_grpc_mode",
+    "grpc_mode",
+    # Looks for the drafter's layers by the names that they have in a target.
+    "debug_tensor_dump_output_folder",
+    # Other tasks, adapters, and outputs that the cycle does not collect.
+    "is_embedding",
+    "enable_mis",
+    "encoder_only",
+    "dllm_algorithm",
+    "enable_lora",
+    "lora_paths",
+    "enable_strict_thinking",
+    "enable_watermark",
+    "enable_return_routed_experts",
+    "enable_return_indexer_topk",
+)
+# Fields that only other algorithms and other drafters read. The user must not set them.
+IGNORED = (
+    "speculative_adaptive_config",
+    "speculative_token_map",
+    "speculative_use_rejection_sampling",
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+    "speculative_draft_sink_size",
+    "speculative_domino_candidate_pool_size",
+    "speculative_dsa_topk_backend",
+    "speculative_moe_runner_backend",
+    "speculative_moe_a2a_backend",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "enable_multi_layer_eagle",
+    "decrypted_draft_config_file",
+    "spec_trace_dir",
+    "uno_lora_path",
+)
+IGNORED_PREFIXES = ("speculative_ngram_", "speculative_dspark_", "decoupled_spec_")
+
+
+def refuse_unsupported(server_args: ServerArgs) -> None:
+    """Raise :class:`ConfigError` for the first unsupported field that the user has set, or SGLang for the model."""
+    cfg = resolving_view(server_args)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(server_args)}
+    refused = [name for name in defaults if name in UNSUPPORTED + IGNORED or name.startswith(IGNORED_PREFIXES)]
+    values = [(name, getattr(server_args, name)) for name in refused]
+    values += [(name, getattr(cfg, name)) for name in UNSUPPORTED]
+    for name, value in values:
+        # A feature that is off may be None, False, "none" or an empty list. 0 is a value.
+        if value == defaults[name] or value is None or value is False or value in ("none", []):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {value} is not supported with --speculative-algorithm DFLASH.")
+    if cfg.model_impl.lower() == ModelImpl.TRANSFORMERS:
+        raise ConfigError(
+            f"--model-impl {cfg.model_impl} is not supported with --speculative-algorithm DFLASH: it captures hidden "
+            "states in SGLang's own classes; leave the flag out."
+        )
+    if cfg.grammar_backend == "outlines":
+        raise ConfigError(
+            "--grammar-backend outlines is not supported with --speculative-algorithm DFLASH: it masks only the first "
+            "token of a block; choose xgrammar or llguidance."
+        )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
+        )
+    if envs.SGLANG_USE_HND_KVCACHE.get():
+        raise ConfigError(
+            "SGLANG_USE_HND_KVCACHE=1 is not supported with --speculative-algorithm DFLASH: it writes the KV of one "
+            "token contiguously, heads included."
+        )
+
+
+def check_preferred_params(server_args: ServerArgs) -> None:
+    """Check `--preferred-sampling-params`, which SGLang adds to requests after they have been checked."""
+    # Imported here: that module imports `arguments`, and `arguments` imports this one.
+    from sglang_dflash.requests.validate import check_sampling_params
+
+    preferred = resolving_view(server_args).preferred_sampling_params
+    if not preferred:
+        return
+    try:
+        # SGLang parses it later.
+        params = json.loads(preferred) if isinstance(preferred, str) else preferred
+        check_sampling_params(params, model_config_of(server_args).vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"--preferred-sampling-params {preferred}: {error}") from error
+
+
+def check_eagle_shape(server_args: ServerArgs) -> None:
+    """Check the flags of EAGLE that DFLASH gives a meaning of its own."""
+    steps, topk = server_args.speculative_num_steps, server_args.speculative_eagle_topk
+    if steps not in (None, 1):
+        raise ConfigError(
+            f"--speculative-num-steps {steps}: DFLASH drafts one block in one step; leave it out, and set "
+            "--speculative-dflash-block-size instead."
+        )
+    if topk is not None and not 1 <= topk <= MAX_CANDIDATES:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: the candidates for every position of a tree of drafts, at least 1 (a "
+            f"chain) and at most {MAX_CANDIDATES}."
+        )
+
+
+def check_draft_window(server_args: ServerArgs) -> None:
+    """Check `--speculative-draft-window-size`."""
+    window = server_args.speculative_draft_window_size
+    if window is not None and window < 1:
+        raise ConfigError(
+            f"--speculative-draft-window-size must be at least 1, got {window}: the context tokens that the drafter "
+            "sees; leave it out to let it see all."
+        )
+
+
+def check_graphs(server_args: ServerArgs) -> None:
+    """Refuse SGLang's graphs in pieces: DFLASH captures one graph for a whole cycle."""
+    backend = resolving_view(server_args).cuda_graph_config.decode.backend
+    if backend == Backend.BREAKABLE:
+        raise ConfigError(
+            f"--cuda-graph-backend-decode {backend}: DFLASH captures a whole cycle in one CUDA graph; leave it out, or "
+            f"choose {Backend.FULL} or {Backend.DISABLED}."
+        )
+
+
+def check_adaptive(server_args: ServerArgs) -> None:
+    """Refuse `--speculative-adaptive` without CUDA graphs: on a GPU each number of verified tokens has its graphs."""
+    cfg = resolving_view(server_args)
+    has_graphs = cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    if cfg.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
+        raise ConfigError(
+            "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
+            "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
+        )
+
+
+def check_deterministic(server_args: ServerArgs) -> None:
+    """Refuse what makes a request's results depend on other requests under `--enable-deterministic-inference`.
+
+    In a tree, the order of a sum over the context depends on the lengths of all requests of the batch. FlashInfer
+    chooses its tile of keys by the number of verified tokens, and the tile decides how a sum rounds.
+    """
+    cfg = resolving_view(server_args)
+    if not cfg.enable_deterministic_inference:
+        return
+    if asks_for_trees(server_args):
+        raise ConfigError(
+            f"--enable-deterministic-inference with --speculative-eagle-topk {server_args.speculative_eagle_topk} is "
+            "not supported: a tree's results depend on the other requests of its batch; leave one of them out."
+        )
+    if cfg.speculative_adaptive and "flashinfer" in attention_backends_of(cfg):
+        raise ConfigError(
+            "--speculative-adaptive with --enable-deterministic-inference needs --attention-backend fa3 or triton: "
+            "flashinfer's results depend on how many tokens of a block are verified."
+        )
+
+
+def check_dtypes(server_args: ServerArgs) -> None:
+    """Check that the drafter is unquantised, and that the KV is in a dtype that DFLASH stores."""
+    cfg = resolving_view(server_args)
+    asked = server_args.speculative_draft_model_quantization
+    if asked not in (None, "unquant"):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {asked}: DFLASH needs an unquantised drafter; leave it out."
+        )
+    if cfg.quantization is not None:
+        logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", cfg.quantization)
+    for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
+        dtype = getattr(cfg, name)
+        if dtype is not None and dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: DFLASH keeps the KV of target and drafter in one of "
+                f"{', '.join(KV_DTYPES)}."
+            )
+        if dtype in ("fp8_e4m3", "fp8_e5m2") and device_type(server_args) == "cpu":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {dtype}: on a CPU only SGLang's intel_amx attention has fp8 KV, and "
+                "DFLASH does not draft with it; leave it out."
+            )

@@ -1,0 +1,73 @@
+"""Trees or chains: the flag that asks for them, and what is verified without it."""
+
+from __future__ import annotations
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES, MAX_NODES, MIN_NODES
+from sglang_dflash.server_args.backends import device_type
+
+# Devices on which trees are verified by default, because their extra tokens cost nothing there.
+TREE_DEVICES = ("cuda",)
+
+
+def hide_candidates(server_args: ServerArgs) -> None:
+    """Resolve the other arguments as if `--speculative-eagle-topk` were left out.
+
+    SGLang takes the flag for EAGLE's, whose trees and paged chains need other attention backends. DFLASH brings its own
+    attention for trees, so the flag must not move the target to another backend. `server_args` keeps the user's value.
+    """
+    declare_resolution(server_args, "sglang_dflash", speculative_eagle_topk=None)
+
+
+def asks_for_trees(server_args: ServerArgs) -> bool:
+    """Return whether `--speculative-eagle-topk` asks for trees; :func:`num_candidates` says what is served."""
+    return (server_args.speculative_eagle_topk or 1) > 1
+
+
+def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
+    """Return the candidates for every position of a tree of drafts; 1: drafts are verified in chains.
+
+    Without `--speculative-eagle-topk` a GPU verifies trees with as many nodes as a block has tokens.
+    """
+    if chains_by_target(target) is not None:
+        return 1
+    if server_args.speculative_eagle_topk is not None:
+        return server_args.speculative_eagle_topk
+    has_trees = device_type(server_args) in TREE_DEVICES and chains_by_flags(server_args) is None
+    return DEFAULT_CANDIDATES if has_trees else 1
+
+
+def chains_by_target(target: ModelConfig) -> str | None:
+    """Return why this target verifies chains whatever flags say; None: it can verify trees.
+
+    Every decision that depends on recurrent layers having no trees asks this function.
+    """
+    if mambaish_config(target) is not None:
+        return "recurrent states follow one path"
+    return None
+
+
+def chains_by_flags(server_args: ServerArgs) -> str | None:
+    """Return why a server without `--speculative-eagle-topk` verifies chains; None: no flag is against trees."""
+    cfg = resolving_view(server_args)
+    num_nodes = cfg.speculative_num_draft_tokens
+    if cfg.rl_on_policy_target is not None:
+        return f"a tree's results do not round as --rl-on-policy-target {cfg.rl_on_policy_target} asks"
+    if cfg.enable_deterministic_inference:
+        return "a tree's results depend on its batch, which --enable-deterministic-inference excludes"
+    if not MIN_NODES <= num_nodes <= MAX_NODES:
+        return f"blocks of {num_nodes} tokens are no trees, which have {MIN_NODES} to {MAX_NODES} nodes"
+    return None
+
+
+def reason_for_chains(server_args: ServerArgs) -> str | None:
+    """Return why a server verifies chains where neither a flag asks for them nor its device; None: nothing is against
+    trees, or `--speculative-eagle-topk` is given."""
+    if server_args.speculative_eagle_topk is not None or device_type(server_args) not in TREE_DEVICES:
+        return None
+    return chains_by_target(model_config_of(server_args)) or chains_by_flags(server_args)
