@@ -12,7 +12,7 @@ OBSTACLE = os.environ.get("DEFAULT_TREES_OBSTACLE")
 
 def register() -> None:
     from sglang_dflash.engine import worker
-    from sglang_dflash.server_args import arguments
+    from sglang_dflash.server_args import trees
 
     trees.TREE_DEVICES = ("cuda", "cpu")
     if OBSTACLE is not None:
