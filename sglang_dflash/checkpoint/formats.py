@@ -10,10 +10,11 @@ Formats:
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
 from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError, is_positive_number
@@ -30,13 +31,24 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
-    """The object that a checkpoint's `config.json` is.
+    """Read a checkpoint's `config.json`.
+
+    Args:
+        path: a local folder, or the name of a repository on the Hugging Face hub.
+        revision: of the repository.
 
     Raises:
-        OSError, ValueError: there is none.
+        OSError, ValueError: it cannot be read, or is no JSON object.
     """
     try:
         raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        if isinstance(error.__cause__, HFValidationError):
+            # Its message explains how to name a repository, which is not what the user meant.
+            raise FileNotFoundError("there is no such folder, and no repository can have that name") from error
+        raise OSError(f"there is no such folder, and as a repository: {error}") from error
     except TypeError as error:
         # transformers looks for fields in a number, or in null.
         raise ValueError("its config.json is no JSON object") from error

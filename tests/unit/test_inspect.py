@@ -133,6 +133,15 @@ def test_files_beside_an_index_are_not_loaded(capsys, tmp_path):
     assert "none.safetensors" in mismatch
 
 
+@pytest.mark.parametrize("path", ["/no/such/folder", "models/tiny/no", "~/target of mine", "models/no"])
+def test_missing_folder(capsys, path):
+    """The Hugging Face hub's rules for names are not what the user needs."""
+    status, found = inspect(capsys, path, DRAFTER_DIR)
+    [mismatch] = found["mismatches"]
+    assert status == 1 and mismatch.startswith(f"TARGET {path} cannot be read: there is no such folder, and ")
+    assert "Repo id" not in mismatch
+
+
 @pytest.mark.parametrize("damage", ["no tensors", "no header", "no config", "no target"])
 def test_checkpoint_that_cannot_be_read(capsys, tmp_path, damage):
     drafter, target = copy_with(DRAFTER_DIR, tmp_path / "drafter"), TARGET_DIR

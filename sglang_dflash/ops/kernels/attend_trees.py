@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.divide_keys import divide_keys
+from sglang_dflash.ops.kernels.fp8 import decode_e4m3
 from sglang_dflash.types import KeyChunks
 
 # Bits of an int64.
@@ -90,6 +91,14 @@ def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
+def _to_dtype(numbers, DTYPE: tl.constexpr, IS_E4M3_BYTES: tl.constexpr):
+    """Loaded keys or values in the dtype in which they are multiplied."""
+    if IS_E4M3_BYTES:
+        numbers = decode_e4m3(numbers)
+    return numbers.to(DTYPE)
+
+
+@triton.jit
 def _finite(highest):
     """What logits are relative to: for rows that have seen nothing yet, too."""
     return tl.where(highest == float("-inf"), 0.0, highest)
@@ -121,6 +130,7 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_V_IN_K: tl.constexpr,
+    IS_E4M3_BYTES: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     MAIN: tl.constexpr,
@@ -140,10 +150,12 @@ def _attend(
         slot = tl.load(slots + key_index, mask=is_key, other=0).to(tl.int64)
         if HAS_SLOT_MAP:
             slot = tl.load(slot_map + slot, mask=is_key, other=0).to(tl.int64)
-        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key).to(query.dtype)
+        key = _load_rows(k_cache + slot * k_stride, 0, MAIN, K, is_key)
+        key = _to_dtype(key, query.dtype, IS_E4M3_BYTES)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee")
         if REST:
-            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key).to(query.dtype)
+            key_rest = _load_rows(k_cache + slot * k_stride, MAIN, REST, K, is_key)
+            key_rest = _to_dtype(key_rest, query.dtype, IS_E4M3_BYTES)
             logit = tl.dot(query_rest, tl.trans(key_rest), logit, input_precision="ieee")
 
         logit *= logit_scale
@@ -170,8 +182,11 @@ def _attend(
         share = tl.exp2(logit - base[:, None])
         shrink = tl.exp2(highest - base)
         weight = weight * shrink + tl.sum(share, axis=1)
-        value = key if IS_V_IN_K else _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key)
-        total = tl.dot(share.to(query.dtype), value.to(query.dtype), total * shrink[:, None], input_precision="ieee")
+        value = key
+        if not IS_V_IN_K:
+            value = _load_rows(v_cache + slot * v_stride, 0, COLUMNS, V, is_key)
+            value = _to_dtype(value, query.dtype, IS_E4M3_BYTES)
+        total = tl.dot(share.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
         highest = higher
     return highest, weight, total
 
@@ -254,6 +269,7 @@ def _attend_trees_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_V_IN_K: tl.constexpr,
+    IS_E4M3_BYTES: tl.constexpr,
     CHUNK_COLUMNS: tl.constexpr,
     MERGES: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
@@ -325,6 +341,7 @@ def _attend_trees_kernel(
         HAS_WINDOW,
         HAS_CAP,
         IS_V_IN_K,
+        IS_E4M3_BYTES,
         K,
         V,
         MAIN,
@@ -515,6 +532,9 @@ def attend_trees(
     parts = query.new_empty(num_parts, num_nodes, heads, value_size, dtype=torch.float32)
     sums = query.new_empty(num_parts, num_nodes, heads, dtype=torch.float32)
     pdl_is_available = pdl.is_available(query.device)
+    is_e4m3_bytes = k_cache.dtype == torch.float8_e4m3fn and not fp8.has_e4m3(query.device)
+    if is_e4m3_bytes:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
     _attend_trees_kernel[(num_chunks * layout.num_tiles * kv_heads,)](
         query,
@@ -558,6 +578,7 @@ def attend_trees(
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
         IS_V_IN_K=is_v_in_k and value_size == layout.main,
+        IS_E4M3_BYTES=is_e4m3_bytes,
         CHUNK_COLUMNS=_CHUNK_COLUMNS,
         MERGES=split.arrivals is not None,
         MERGE_STAGES=1 + _NUMBERS_UNDER_WAY // (tile.rows * layout.columns),
