@@ -83,6 +83,15 @@ def test_named_results_exist():
     assert missing == []
 
 
+def test_results_are_named():
+    """Every results file is named in a page or in the code, and tables come without the JSON that they are made of."""
+    texts = {page: page.read_text() for page in _tracked("*.md", "*.py")}
+    results = _tracked("scripts/results/*")
+    unnamed = [_name(file) for file in results if not any(file.name in texts[page] for page in texts if page != file)]
+    assert unnamed == []
+    assert [_name(file) for file in results if file.suffix == ".json"] == []
+
+
 def _defines(path: Path, name: str) -> bool:
     """Return whether a module, or a module of a folder, defines a function, a method (`Class.method`) or a class."""
     modules = [path] if path.is_file() else sorted(path.glob("*.py"))
