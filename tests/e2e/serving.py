@@ -256,6 +256,10 @@ class Server:
         except requests.RequestException:
             return False
 
+    @property
+    def url(self) -> str:
+        return self._url
+
     def is_running(self) -> bool:
         return self._process.is_running()
 

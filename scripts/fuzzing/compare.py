@@ -1,0 +1,286 @@
+"""What differs between an answer with DFLASH and the same answer without speculation, and what may."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from serving import Pair
+
+from fuzzing.asking import Outcome, ask
+from fuzzing.cases import PAIRS, Case
+from fuzzing.mixes import GRAMMAR_FIELDS
+
+# Of log probabilities and hidden states, in float32 on a CPU.
+TOLERANCE = {"logprob": 2e-4, "hidden_states": 2e-3}
+# Two best tokens, in log probability, that rounding may put in another order.
+TIE = 1e-4
+# Of hostile bodies.
+_STATUSES = (200, 400, 404, 405, 413, 415, 422)
+
+# What may differ, by name, and why: the rules of docs/requests.md and docs/limits.md. The code below refers to the
+# names, and a run says how often each was used.
+EXCEPTIONS: dict[str, str] = {
+    "sampled by chance": "Without seeds that count, a sampled answer has the distribution of the target, and only its "
+    "form is checked.",
+    "repetition penalty with another": "SGLang without overlap takes the penalties of a request in the order of a "
+    "Python set; DFLASH takes the repetition penalty last.",
+    "tokens after a grammar": "With ignore_eos SGLang notices the end of a grammar one token late with xgrammar, and "
+    "never with llguidance.",
+    "log probability of no token": "With max_new_tokens of 0 there may be one log probability more.",
+    "full pool": "A request that nearly fills the pool ends as early as its next two blocks might not fit.",
+    "near tie": "Rounding decides between two tokens whose log probabilities are the same up to 1e-4.",
+    "hung up": "Of an answer that the client left, its tokens so far are compared.",
+    "retracted hidden states": "A request that was retracted has hidden states of its recomputed prompt once more.",
+    "prompt's own states": "Hidden states and log probabilities of a prompt are of the part that the prefix cache does "
+    "not have and, of states, that the last chunk has; both depend on the layout.",
+}
+# Fields that are of a server or of a moment, by the same rule; of /generate's meta_info and of OpenAI's answers.
+_OWN_FIELDS = re.compile(
+    r"^(id|created|e2e_latency|num_retractions|cached_tokens.*|spec_.*|prompt_tokens_details|metadata|sglext|meta_info"
+    r"|.*_(time|latency|ts|throughput|wait)|dp_rank)$"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Attributes:
+    where: the field, such as `meta_info.output_token_logprobs[3][0]`.
+    dflash, plain: its values.
+    """
+
+    where: str
+    dflash: Any
+    plain: Any
+
+    @property
+    def kind(self) -> str:
+        """The field without indices, which stays the same while a request is shrunk."""
+        return re.sub(r"\[-?\d+\]", "", self.where)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {_shown(self.dflash)} with DFLASH, {_shown(self.plain)} without"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+class Comparison:
+    """Compares outcomes of one case, and counts the exceptions that it makes."""
+
+    def __init__(self, pair: Pair, case: Case) -> None:
+        self._pair, self._case = pair, case
+        self.excused: Counter[str] = Counter()
+
+    def differences(self, request: dict, dflash: Outcome, plain: Outcome) -> list[Difference]:
+        """Of one request, the most telling first; none: all is well."""
+        if request["kind"] == "hostile":
+            fine = dflash["status"] in _STATUSES
+            return [] if fine else [Difference("status", dflash["status"], f"one of {_STATUSES}")]
+        if dflash["status"] != plain["status"]:
+            return [Difference("status", [dflash["status"], dflash["answer"]], [plain["status"], plain["answer"]])]
+        if dflash["status"] != 200:
+            return []
+        if request["path"] != "/generate":
+            return list(_tree_differences(dflash["answer"], plain["answer"], ""))
+        if "chunks" in dflash:
+            bad = list(_chunk_differences(dflash["chunks"]))
+            if bad:
+                return bad
+        if request["kind"] == "hang up":
+            return list(self._left(request, dflash["answer"], plain["answer"]))
+        mine, expected = _answers(dflash["answer"]), _answers(plain["answer"])
+        if len(mine) != len(expected):
+            return [Difference("answers", len(mine), len(expected))]
+        found: list[Difference] = []
+        for i, (each, other) in enumerate(zip(mine, expected, strict=True)):
+            where = f"answer[{i}]." if len(mine) > 1 else ""
+            found += self._answer_differences(request, each, other, where)
+        return found
+
+    def _excuse(self, name: str) -> None:
+        assert name in EXCEPTIONS
+        self.excused[name] += 1
+
+    def _answer_differences(self, request: dict, mine: dict, expected: dict, where: str) -> list[Difference]:
+        params = request["body"]["sampling_params"]
+        errors = [key for key, answer in (("dflash", mine), ("plain", expected)) if "error" in answer]
+        if errors:
+            return [] if len(errors) == 2 else [Difference(f"{where}error", mine, expected)]
+        form = list(self._form_differences(request["body"], mine, where))
+        if form:
+            return form
+        by_chance = params.get("temperature", 1) > 0 and not self._case.is_seeded
+        mixed = "repetition_penalty" in params and {"frequency_penalty", "presence_penalty"} & set(params)
+        if by_chance or mixed:
+            self._excuse("sampled by chance" if by_chance else "repetition penalty with another")
+            return []
+        tokens, others = mine["output_ids"], expected["output_ids"]
+        if tokens != others:
+            return self._token_differences(request, mine, expected, where)
+        found = []
+        if mine["text"] != expected["text"]:
+            found.append(Difference(f"{where}text", mine["text"], expected["text"]))
+        return found + list(self._meta_differences(request, mine["meta_info"], expected["meta_info"], where))
+
+    def _form_differences(self, body: dict, answer: dict, where: str) -> Iterator[Difference]:
+        """What is wrong with an answer by itself."""
+        params, meta = body["sampling_params"], answer["meta_info"]
+        vocab_size = PAIRS[self._case.pair].vocab_size
+        tokens, reason = answer["output_ids"], meta["finish_reason"]
+        if meta["completion_tokens"] != len(tokens):
+            yield Difference(
+                f"{where}meta_info.completion_tokens", meta["completion_tokens"], f"{len(tokens)} output_ids"
+            )
+        if len(tokens) > params["max_new_tokens"]:
+            yield Difference(f"{where}output_ids.length", len(tokens), f"at most {params['max_new_tokens']}")
+        if not all(0 <= token < vocab_size for token in tokens):
+            yield Difference(f"{where}output_ids", tokens, f"tokens below {vocab_size}")
+        if reason is None or reason["type"] not in ("stop", "length"):
+            yield Difference(f"{where}finish_reason", reason, "stop or length")
+        elif reason["type"] == "stop" and len(tokens) < params.get("min_new_tokens", 0) and not _has_text_stop(params):
+            yield Difference(f"{where}output_ids.length", len(tokens), f"at least {params['min_new_tokens']}")
+        if body.get("return_logprob") and tokens and len(meta["output_token_logprobs"]) != len(tokens):
+            yield Difference(
+                f"{where}meta_info.output_token_logprobs.length", len(meta["output_token_logprobs"]), tokens
+            )
+        if body.get("return_hidden_states") and tokens and not meta.get("hidden_states"):
+            yield Difference(f"{where}meta_info.hidden_states", meta.get("hidden_states", "missing"), "asked for")
+
+    def _token_differences(self, request: dict, mine: dict, expected: dict, where: str) -> list[Difference]:
+        params = request["body"]["sampling_params"]
+        tokens, others = mine["output_ids"], expected["output_ids"]
+        reason = mine["meta_info"]["finish_reason"]
+        has_grammar = any(name in params for name in GRAMMAR_FIELDS)
+        if params.get("ignore_eos") and has_grammar and reason["type"] == "stop" and tokens == others[: len(tokens)]:
+            self._excuse("tokens after a grammar")
+            return []
+        if reason["type"] == "length" and tokens == others[: len(tokens)]:
+            held = mine["meta_info"]["prompt_tokens"] + len(tokens)
+            page = self._case.flags.get("page-size", 1)
+            if held + 2 * (self._case.rows + page) >= self._case.pool_tokens:
+                self._excuse("full pool")
+                return []
+        part = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
+        if part is None:
+            part = min(len(tokens), len(others))
+        elif self._is_tie(request, part):
+            self._excuse("near tie")
+            return []
+        mine_part, others_part = tokens[part : part + 5], others[part : part + 5]
+        return [Difference(f"{where}output_ids[{part}]", [mine_part, reason], [others_part, expected["meta_info"]])]
+
+    def _is_tie(self, request: dict, position: int) -> bool:
+        """Whether the server without speculation hardly prefers its token to another one."""
+        body = request["body"]
+        if isinstance(body["input_ids"][0], list) or "n" in body["sampling_params"]:
+            return False
+        body = body | {"return_logprob": True, "top_logprobs_num": 2, "stream": False}
+        answer = ask(self._pair.plain, {"kind": "whole", "path": "/generate", "body": body})["answer"]
+        best, second = answer["meta_info"]["output_top_logprobs"][position][:2]
+        return best[0] - second[0] < TIE
+
+    def _left(self, request: dict, mine: dict | None, expected: dict | None) -> Iterator[Difference]:
+        self._excuse("hung up")
+        params = request["body"]["sampling_params"]
+        if mine is None or params["temperature"] > 0 or "repetition_penalty" in params:
+            return
+        tokens, others = mine.get("output_ids") or [], expected["output_ids"]
+        if tokens != others[: len(tokens)]:
+            yield Difference("output_ids", tokens, others[: len(tokens)])
+
+    def _meta_differences(self, request: dict, mine: dict, expected: dict, where: str) -> Iterator[Difference]:
+        fields = {name for name in (*mine, *expected) if not _OWN_FIELDS.match(name)}
+        for name in sorted(fields):
+            path = f"{where}meta_info.{name}"
+            if name not in mine or name not in expected:
+                yield Difference(path, mine.get(name, "missing"), expected.get(name, "missing"))
+            elif name == "hidden_states":
+                yield from self._state_differences(request, mine, expected, path)
+            elif name.startswith("input_"):
+                yield from self._prompt_differences(mine[name], expected[name], path)
+            elif name.startswith("output_") and not mine["completion_tokens"]:
+                self._excuse("log probability of no token")
+            else:
+                yield from _tree_differences(mine[name], expected[name], path)
+
+    def _prompt_differences(self, mine: Any, expected: Any, where: str) -> Iterator[Difference]:
+        if isinstance(mine, list) and isinstance(expected, list) and len(mine) != len(expected):
+            self._excuse("prompt's own states")
+            shorter = min(len(mine), len(expected))
+            mine, expected = mine[len(mine) - shorter :], expected[len(expected) - shorter :]
+        yield from _tree_differences(mine, expected, where)
+
+    def _state_differences(self, request: dict, mine: dict, expected: dict, where: str) -> Iterator[Difference]:
+        """Hidden states: one list of states for each token of the answer, the first of them for the prompt, whose last
+        state is that which the token was chosen from."""
+        states, others = mine["hidden_states"], expected["hidden_states"]
+        if request["body"]["return_hidden_states"] == "last":
+            yield from _tree_differences(states, others, where)
+            return
+        if mine["num_retractions"]:
+            self._excuse("retracted hidden states")
+        if len(states) != len(others):
+            yield Difference(f"{where}.length", len(states), len(others))
+            return
+        for i in range(1, len(states) + 1):
+            rows, other_rows = _rows(states[-i]), _rows(others[-i])
+            shorter = min(len(rows), len(other_rows))
+            if len(rows) != len(other_rows):
+                self._excuse("prompt's own states")
+            yield from _tree_differences(rows[-shorter:], other_rows[-shorter:], f"{where}[-{i}]")
+
+
+def _answers(answer: Any) -> list[dict]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _rows(states: list) -> list[list[float]]:
+    return states if states and isinstance(states[0], list) else [states]
+
+
+def _has_text_stop(params: dict) -> bool:
+    return "stop" in params or "stop_regex" in params
+
+
+def _chunk_differences(chunks: list[dict]) -> Iterator[Difference]:
+    """Chunks of a stream, each of which has the whole answer so far."""
+    lengths = [chunk["output_ids"] for chunk in chunks if chunk.get("output_ids")]
+    for i, (tokens, later) in enumerate(itertools.pairwise(lengths)):
+        if tokens != later[: len(tokens)]:
+            yield Difference(f"chunks[{i}].output_ids", tokens, f"the beginning of {later}")
+
+
+def _tree_differences(mine: Any, expected: Any, where: str) -> Iterator[Difference]:
+    """The first difference in each branch; numbers with a point are equal up to rounding."""
+    if isinstance(mine, dict) and isinstance(expected, dict):
+        for name in sorted({*mine, *expected}):
+            if _OWN_FIELDS.match(name):
+                continue
+            if name not in mine or name not in expected:
+                yield Difference(f"{where}.{name}", mine.get(name, "missing"), expected.get(name, "missing"))
+            else:
+                yield from _tree_differences(mine[name], expected[name], f"{where}.{name}".lstrip("."))
+    elif isinstance(mine, list) and isinstance(expected, list):
+        if len(mine) != len(expected):
+            yield Difference(f"{where}.length", len(mine), len(expected))
+            return
+        for i, (each, other) in enumerate(zip(mine, expected, strict=True)):
+            found = list(_tree_differences(each, other, f"{where}[{i}]"))
+            if found:
+                yield found[0]
+                return
+    elif isinstance(mine, float) and isinstance(expected, float):
+        tolerance = TOLERANCE["hidden_states" if "hidden_states" in where else "logprob"]
+        if abs(mine - expected) > tolerance * max(1.0, abs(expected)):
+            yield Difference(where, mine, expected)
+    elif mine != expected:
+        yield Difference(where, mine, expected)

@@ -1,0 +1,121 @@
+"""scripts/fuzz.py without servers: what is drawn, what differs and what a failing case is shrunk to."""
+
+import copy
+import json
+
+import fuzz
+import pytest
+from fuzzing.cases import Case
+from fuzzing.compare import EXCEPTIONS, Comparison
+from fuzzing.shrink import shrink
+
+PLAIN_CASE = Case(0, "tiny", [], [("max-total-tokens", 640)])
+
+
+def answer(tokens, **meta_info):
+    meta = {"id": "one", "prompt_tokens": 3, "completion_tokens": len(tokens), "num_retractions": 0}
+    reason = {"type": "length", "length": len(tokens)}
+    return {"text": str(tokens), "output_ids": tokens, "meta_info": meta | {"finish_reason": reason} | meta_info}
+
+
+def differences(mine, expected, case=PLAIN_CASE, **body):
+    params = {"temperature": 0, "max_new_tokens": 50} | body.pop("sampling_params", {})
+    request = {"kind": "whole", "path": "/generate", "body": {"input_ids": [1], "sampling_params": params} | body}
+    comparison = Comparison(None, case)
+    comparison._is_tie = lambda request, position: False
+    found = comparison.differences(request, {"status": 200, "answer": mine}, {"status": 200, "answer": expected})
+    assert set(comparison.excused) <= set(EXCEPTIONS)
+    return [difference.kind for difference in found], list(comparison.excused)
+
+
+def test_a_seed_is_a_case():
+    assert json.dumps(fuzz.draw(5).__dict__) == json.dumps(fuzz.draw(5).__dict__)
+    assert fuzz.draw(5) != fuzz.draw(6)
+
+
+def test_cases_are_of_every_kind():
+    cases = [fuzz.draw(seed) for seed in range(60)]
+    flags = {name for case in cases for name in case.flags}
+    assert {"speculative-adaptive", "page-size", "enable-mixed-chunk", "speculative-draft-window-size"} <= flags
+    assert {case.pair for case in cases} == {"tiny", "hybrid"}
+    kinds = {request["kind"] for case in cases for row in case.rounds for request in row}
+    assert kinds == {"whole", "stream", "hang up", "hostile"}
+    assert not any("enable-mixed-chunk" in case.flags for case in cases if case.pair == "hybrid")
+
+
+def test_same_answers():
+    assert differences(answer([1, 2]), answer([1, 2], id="other", spec_verify_ct=3)) == ([], [])
+
+
+def test_a_wrong_token():
+    assert differences(answer([1, 2, 3]), answer([1, 5, 3]))[0] == ["output_ids"]
+
+
+def test_a_missing_token():
+    assert differences(answer([1, 2]), answer([1, 2, 3]))[0] == ["output_ids"]
+
+
+@pytest.mark.parametrize("error, found", [(1e-5, []), (1e-2, ["meta_info.output_token_logprobs"])])
+def test_a_wrong_log_probability(error, found):
+    mine, expected = (answer([7], output_token_logprobs=[[-1.0 + e, 7, None]]) for e in (error, 0))
+    assert differences(mine, expected, return_logprob=True)[0] == found
+
+
+def test_a_wrong_finish_reason():
+    kinds, _ = differences(answer([7]), answer([7], finish_reason={"type": "stop", "matched": 7}))
+    assert kinds and all(kind.startswith("meta_info.finish_reason") for kind in kinds)
+
+
+def test_hidden_states_are_those_of_the_same_token():
+    """The prompt's states are as many as the cache did not have."""
+    mine = answer([1, 2, 3], hidden_states=[[[0.1], [0.5]], [[0.6]], [0.7]])
+    expected = answer([1, 2, 3], hidden_states=[[[0.5]], [0.6], [0.7]])
+    assert differences(mine, expected, return_hidden_states=True) == ([], ["prompt's own states"])
+    mine["meta_info"]["hidden_states"][1] = [[0.9]]
+    assert differences(mine, expected, return_hidden_states=True)[0] == ["meta_info.hidden_states"]
+
+
+def test_what_is_sampled_by_chance_has_a_form():
+    params = {"temperature": 1.0, "max_new_tokens": 3}
+    assert differences(answer([1, 2]), answer([3, 4, 5]), sampling_params=params) == ([], ["sampled by chance"])
+    assert differences(answer([1, 2, 3, 4]), answer([3]), sampling_params=params)[0] == ["output_ids.length"]
+
+
+def test_seeded_answers_are_compared():
+    case = Case(0, "tiny", [("enable-deterministic-inference", True)], [])
+    assert differences(answer([1]), answer([2]), case, sampling_params={"temperature": 1.0})[0] == ["output_ids"]
+
+
+def test_full_pool():
+    mine, expected = answer([1] * 10, prompt_tokens=600), answer([1] * 40, prompt_tokens=600)
+    assert differences(mine, expected) == ([], ["full pool"])
+    mine["meta_info"]["prompt_tokens"] = 100
+    assert differences(mine, expected)[0] == ["output_ids"]
+
+
+def body(**fields):
+    return {"kind": "whole", "path": "/generate", "body": {"input_ids": list(range(64)), "sampling_params": fields}}
+
+
+def test_shrinking():
+    """What remains is two of twelve requests in their rounds, and of the one that differs the fields that it needs."""
+    case = copy.deepcopy(PLAIN_CASE)
+    case.rounds = [[body(temperature=0, stop="x", n=i, tag=i) for i in range(4 * k, 4 * k + 4)] for k in range(3)]
+
+    def fails(part):
+        tags = [request["body"]["sampling_params"].get("tag") for row in part.rounds for request in row]
+        last = part.rounds[-1][-1]["body"]
+        return {2, 9} <= set(tags) and "stop" in last["sampling_params"] and len(last["input_ids"]) >= 5
+
+    small = shrink(case, fails, seconds=60)
+
+    assert [len(row) for row in small.rounds] == [1, 1]
+    assert small.rounds[1][0]["body"]["sampling_params"] == {"temperature": 0, "stop": "x", "tag": 9}
+    assert len(small.rounds[1][0]["body"]["input_ids"]) == 8
+    assert len(case.rounds[0]) == 4
+
+
+def test_shrinking_ends_in_time():
+    case = copy.deepcopy(PLAIN_CASE)
+    case.rounds = [[body(temperature=0), body(temperature=1)]]
+    assert shrink(case, lambda part: True, seconds=0).rounds == case.rounds
