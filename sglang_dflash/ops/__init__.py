@@ -1,4 +1,15 @@
-"""The operations of a decode cycle: Triton kernels on a GPU, their torch twins elsewhere."""
+"""Operations of a decode cycle: Triton kernels on a GPU, their torch references elsewhere.
+
+Letters in shapes mean the same in the whole package:
+    bs: requests of a batch.
+    W: draft length with the bonus token, which is the width of a block.
+    N: nodes of a draft tree, with the root.
+    K: candidates per position.
+    T: tokens.
+    V: vocabulary size.
+    H: hidden size.
+Other dimensions are spelled out: [KV slots, kv_heads, head_dim]. A request slot is a row of SGLang's `req_to_token`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The norms between a layer's parts, which add the residual, by a kernel of our own.
+"""Kernel for the norms that add the residual, in place of FlashInfer's.
 
-82 of them in a cycle of Qwen3-8B and its drafter, which read little and are waited for by everything: what counts is
-how soon they begin and how few steps they take.
+A cycle of Qwen3-8B and its drafter runs 82 of them, and every other kernel waits for them. They read little, so their
+latency counts: how early they start and how few steps they take.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sglang_dflash.ops import small_m_linear
 
 logger = logging.getLogger(__name__)
 
-# Smaller rows have too few threads to gain by, larger ones too many numbers per thread.
+# Smaller rows have too few threads to gain; larger ones have too many numbers per thread.
 _MIN_SIZE, _MAX_SIZE = 2048, 8192
 
 
 class AddNormForward:
-    """In place of how SGLang dispatches a norm, for calls with a residual."""
+    """Forward method of a norm. Calls with a residual take `ops.add_rms_norm`, others take SGLang's method."""
 
     def __init__(self, norm: RMSNorm | GemmaRMSNorm, follows_few_rows: bool) -> None:
         """
         Args:
-            follows_few_rows: small_m_linear.MAX_ROWS rows and less come from `linear_few_rows`.
+            follows_few_rows: inputs of up to `small_m_linear.MAX_ROWS` rows come from `linear_few_rows`.
         """
         self._norm, self._original = norm, original_forward(norm)
         self._weight_offset = 1.0 if type(norm) is GemmaRMSNorm else 0.0
@@ -59,14 +59,15 @@ class AddNormForward:
 
 
 def install(model: nn.Module, follows_few_rows: bool) -> None:
-    """Give every norm of a loaded model that gains by it the kernel that adds the residual.
+    """Install the kernel that adds the residual in every norm of a loaded model that gains by it.
 
     Args:
-        follows_few_rows: products of the model have the kernel for few rows.
+        model: a model on SGLang's layers.
+        follows_few_rows: linear layers of the model use the kernel for few rows.
     """
-    if small_m_linear.must_sum_alike():
+    if small_m_linear.must_be_batch_invariant():
         return
-    # On several GPUs a sum over them stands between a product and the norm behind it.
+    # With tensor parallelism an all-reduce runs between a linear layer and the norm after it.
     follows_few_rows &= get_parallel().tp_size == 1
     num_norms = 0
     for norm in model.modules():
@@ -74,11 +75,11 @@ def install(model: nn.Module, follows_few_rows: bool) -> None:
             norm._forward_method = AddNormForward(norm, follows_few_rows)
             num_norms += 1
     if num_norms:
-        logger.info("%s: %d norms have a kernel that adds the residual.", type(model).__name__, num_norms)
+        logger.info("%s: %d norms use the kernel that adds the residual.", type(model).__name__, num_norms)
 
 
 def is_plain_norm(norm: RMSNorm | GemmaRMSNorm) -> bool:
-    """Whether a norm adds and scales rows of the sizes that were measured, and does nothing else to them."""
+    """Return whether a norm only adds and normalises, for a hidden size that was measured."""
     if original_forward(norm) != norm.forward_cuda:
         return False
     if type(norm) is RMSNorm and (
@@ -87,7 +88,7 @@ def is_plain_norm(norm: RMSNorm | GemmaRMSNorm) -> bool:
         or norm.cast_x_before_out_mul
         or norm.fp32_residual
         or norm.override_orig_dtype is not None
-        # It quantises its rows for the layer behind it.
+        # Such a norm quantises its output for the next layer.
         or _fp8_static_input_scale(norm._quant_linear) is not None
     ):
         return False
@@ -95,5 +96,5 @@ def is_plain_norm(norm: RMSNorm | GemmaRMSNorm) -> bool:
 
 
 def original_forward(norm: RMSNorm | GemmaRMSNorm) -> Callable:
-    """What SGLang dispatches to, which may not have been asked yet."""
+    """Return the method that SGLang dispatches to; resolve it if SGLang has not done so yet."""
     return norm._forward_method or norm._resolve_forward_method()

@@ -1,9 +1,14 @@
-"""The products of a few blocks' rows with weights, by a kernel that reads weights faster than SGLang's.
+"""Linear layers of few rows, by a kernel that reads weights faster than SGLang's.
 
-A cycle of one request spends nine tenths of its time in them, for 16 rows that cost nothing to multiply. Those of a
-Qwen3-8B layer on an H100 and its two norms, the activation behind gate_up included, take 158.8 us by cuBLAS and
-FlashInfer and 142.8 by `linear_few_rows` and `add_rms_norm`, which begin while the kernel before them ends. With 64
-rows it is 163.3 and 155.6, with 128, where only gate_up is ours, 166.3 and 162.5 (scripts/results/cycle_notes.md).
+A cycle of one request spends nine tenths of its time in linear layers. With 16 rows they are bound by reading weights.
+The figures are microseconds for the linear layers, the two norms and the activation of one Qwen3-8B layer on an H100
+(scripts/results/cycle_notes.md). Ours are `linear_few_rows` and `add_rms_norm`, which start while the kernel before
+ends.
+
+    rows    cuBLAS and FlashInfer    ours
+      16                    158.8   142.8
+      64                    163.3   155.6
+     128                    166.3   162.5    only gate_up is ours
 """
 
 from __future__ import annotations
@@ -23,36 +28,37 @@ from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, MAX_ROWS,
 
 logger = logging.getLogger(__name__)
 
-# The smallest product for which it was measured. A thread block has 64 columns: with fewer, part of the GPU is idle.
+# The smallest layer that was measured. A thread block has 64 columns; fewer columns leave part of the GPU idle.
 _MIN_COLUMNS, _MIN_DEPTH = 4096, 4096
-# More rows of a gated layer are faster where thread blocks of GATED_COLUMNS occupy so many multiprocessors, each once.
+# More than MAX_ROWS rows of a gated layer are faster if its thread blocks of GATED_COLUMNS columns occupy at least this
+# share of the multiprocessors, each at most once.
 _MIN_OCCUPIED = 0.9
-# What activates its gate_up_proj with SiluAndMul and, on an H100, does nothing else to it; on Blackwell SGLang has
-# kernels of its own for both together.
+# MLPs that activate gate_up_proj's result with SiluAndMul and, on an H100, do nothing else to it. On Blackwell SGLang
+# fuses both.
 _GATED_MLPS = (LlamaMLP, Qwen2MLP)
 
 
 class FewRowsLinearMethod(UnquantizedLinearMethod):
-    """An unquantised layer without bias, of which few rows take another kernel than more do."""
+    """Method of an unquantised layer without bias. Inputs of few rows take the kernel, others take SGLang's method."""
 
     def __init__(self, max_rows: int, is_gated: bool) -> None:
         """
         Args:
-            max_rows: that take it.
-            is_gated: few rows come out activated, in half the columns; see :class:`PassActivated`.
+            max_rows: most rows that take the kernel.
+            is_gated: few rows are returned activated, in half the columns; see :class:`PassActivated`.
         """
         super().__init__()
         self.max_rows, self._is_gated = max_rows, is_gated
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # torch.compile, of SGLang's prefill, would take one answer for all numbers of rows.
+        # torch.compile, which SGLang's prefill may use, would fix this choice for every number of rows.
         if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self.max_rows:
             return super().apply(layer, x, bias)
         return ops.linear_few_rows(x, layer.weight, self._is_gated)
 
 
 class PassActivated(nn.Module):
-    """In place of an MLP's activation, for a gate_up_proj that may have activated its rows."""
+    """Activation of an MLP whose gate_up_proj may have activated its rows already."""
 
     def __init__(self, act_fn: nn.Module, num_columns: int) -> None:
         super().__init__()
@@ -63,16 +69,18 @@ class PassActivated(nn.Module):
 
 
 def may_replace() -> bool:
-    """Whether products may be computed otherwise than SGLang does: `--enable-deterministic-inference` and
-    `--bf16-gemm-backend` ask for its own."""
-    return not must_sum_alike() and get_exec().kernel.bf16_gemm_backend == "auto"
+    """Return whether linear layers may use other kernels than SGLang's.
+
+    `--enable-deterministic-inference` and `--bf16-gemm-backend` require SGLang's.
+    """
+    return not must_be_batch_invariant() and get_exec().kernel.bf16_gemm_backend == "auto"
 
 
 def install(model: nn.Module) -> int:
-    """Give every layer of a loaded model that gains by it the kernel for few rows.
+    """Install the kernel for few rows in every layer of a loaded model that gains by it.
 
     Returns:
-        How many layers have it now.
+        The number of those layers.
     """
     if not may_replace():
         return 0
@@ -95,35 +103,40 @@ def install(model: nn.Module) -> int:
             mlp.act_fn = PassActivated(mlp.act_fn, layer.weight.shape[0] // 2)
         num_layers, most = num_layers + 1, max(most, num_rows)
     if num_layers:
-        logger.info("%s: %d linear layers have a kernel for up to %d rows.", type(model).__name__, num_layers, most)
+        logger.info("%s: %d linear layers use the kernel for up to %d rows.", type(model).__name__, num_layers, most)
     return num_layers
 
 
 def runs_few_rows(layer: LinearBase, num_rows: int) -> bool:
-    """Whether so many rows of a layer take the kernel, which lets the next one begin early."""
+    """Return whether the layer uses the kernel for this number of rows. The kernel lets the next one start early."""
     method = layer.quant_method
     return type(method) is FewRowsLinearMethod and num_rows <= method.max_rows
 
 
 def faster_rows(weight: torch.Tensor, is_gated: bool) -> int:
-    """Up to how many rows the kernel was measured to be faster for such a weight, [N, K], or [2 * N, K] where gated."""
+    """Return the number of rows up to which the kernel is faster for a weight; 0 if it never is.
+
+    Args:
+        weight: [columns, depth], or [2 * columns, depth] if gated.
+        is_gated: as in `linear_few_rows`.
+    """
     num_columns, depth = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     if not is_measured(weight) or num_columns < _MIN_COLUMNS or depth < _MIN_DEPTH:
         return 0
     num_processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-    # Of up to 64 rows cuBLAS is slower for every layer, of more for gated ones of such widths.
+    # Up to 64 rows the kernel beats cuBLAS for every layer. For more rows it does for gated layers of fitting widths.
     occupies = _MIN_OCCUPIED * num_processors <= num_columns // GATED_COLUMNS <= num_processors
     return max_rows(num_columns, depth, is_gated) if occupies else MAX_ROWS
 
 
-def must_sum_alike() -> bool:
-    """Whether flags ask that a row is summed in the same order whatever the batch."""
+def must_be_batch_invariant() -> bool:
+    """Return whether flags require that a row is summed in the same order in every batch."""
     deterministic = get_exec().deterministic
     return deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None
 
 
 def is_measured(weight: torch.Tensor) -> bool:
-    """Whether kernels for such weights were measured on such a GPU at all."""
+    """Return whether the kernels were measured on this GPU and for this dtype."""
     return (
         weight.is_cuda
         and torch.cuda.get_device_capability(weight.device) == (9, 0)

@@ -1,4 +1,4 @@
-"""What counts of generated tokens do to logits: SGLang's penalties, of whole vocabularies."""
+"""SGLang's frequency, presence and repetition penalties for whole vocabularies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 def penalties_of(
     counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor, repetition: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SGLang's penalizers add to logits, and what they scale them by afterwards.
+    """Return what SGLang's penalizers add to logits, and the factors that they scale them by afterwards.
 
     Args:
-        counts: [bs, V] int32, how often each token was generated.
+        counts: [bs, V] int32. Number of times that each token was generated.
         frequency, presence, repetition: [bs] float32.
 
     Returns:
-        [bs, V] float32 addends and [bs, V] float32 factors, which divide positive logits and multiply others.
+        addends: [bs, V] float32.
+        factors: [bs, V] float32. They divide positive logits and multiply others.
     """
     seen = counts > 0
     addends = -(frequency[:, None] * counts) - presence[:, None] * seen

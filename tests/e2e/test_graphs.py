@@ -88,7 +88,7 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
-    assert re.search(r"[1-9]\d* linear layers have a kernel for up to 64 rows", log)
-    assert re.search(r"[1-9]\d* norms have a kernel that adds the residual", log)
+    assert re.search(r"[1-9]\d* linear layers use the kernel for up to 64 rows", log)
+    assert re.search(r"[1-9]\d* norms use the kernel that adds the residual", log)
     assert ("Chains have our attention." in log) == (settings is NOT_PADDED)
     assert ("in shards" in log) == (settings in (ADAPTIVE, TREES))

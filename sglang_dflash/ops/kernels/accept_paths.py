@@ -1,4 +1,4 @@
-"""Acceptance of a path of a drafted tree in one launch, a warp a request."""
+"""Acceptance of a path of a draft tree, in one launch with one warp per request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_dflash.verify.acceptance import Acceptance
 
-# A warp reduces a vector of so many in one instruction, and of fewer in several.
+# A warp reduces a vector of this size in one instruction, and a smaller one in several.
 _WARP = 32
 
 
@@ -34,9 +34,9 @@ def _accept_paths_kernel(
     token = tl.load(tokens + base + lane, mask=valid, other=0)
     parent = tl.load(parents + base + lane, mask=valid, other=-1)
     chosen = tl.load(target_tokens + base + parent, mask=parent >= 0, other=0)
-    # The parent of those that hold what the target chose behind it.
+    # The parent of each node that holds the target's token after that parent.
     right_behind = tl.where(token == chosen, parent, -1).to(tl.int32)
-    # None is behind WIDTH.
+    # WIDTH stands for no node.
     node = tl.full((), 0, tl.int32)
     path = lane * 0
     accept_len = tl.full((), 0, tl.int64)

@@ -1,4 +1,4 @@
-"""Acceptance of a drafted prefix in one launch."""
+"""Acceptance of a prefix of the drafts, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of tokens that a cycle committed, in one launch, a warp a request."""
+"""Update of bigram tables with the tokens of a cycle, in one launch with one warp per request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE_SIZE = tl.constexpr(bigrams.TABLE_SIZE)
 
 @triton.jit
 def locate(first, second):
-    """See :func:`sglang_dflash.ops.bigrams.locate`; the place is an int32."""
+    """Return the int32 index and the tag of a pair; see :func:`sglang_dflash.ops.bigrams.locate`."""
     mixed = first.to(tl.uint32) * _FIRST_FACTOR ^ second.to(tl.uint32) * _SECOND_FACTOR
     hashes = mixed * _MIXING_FACTOR
     return (hashes >> _PLACE_SHIFT).to(tl.int32), (hashes >> _TAG_SHIFT).to(tl.int16)
@@ -50,7 +50,7 @@ def _add_bigrams_kernel(
     place = tl.arange(0, PADDED)
     is_pair = place < num_pairs
     slot, tag = _locate_pairs(first_token, tokens, place, is_pair)
-    # The newest of those that share a place, whatever the order in which lanes store.
+    # Of pairs with the same index the last one is stored, whatever the order in which lanes store.
     later = tl.arange(0, PADDED)[None, :]
     later_slot, _ = _locate_pairs(first_token, tokens, later, later < num_pairs)
     is_taken = (later_slot == slot[:, None]) & (later > place[:, None]) & (later < num_pairs)

@@ -1,4 +1,4 @@
-"""Pairs of tokens that texts have before they are continued, in one launch, a thread block a request."""
+"""Bigram tables of prompts, in one launch with one thread block per request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def _begin_bigrams_kernel(tables, req_pool_indices, texts, text_stride, next_tok
     num_tokens = tl.load(texts)
     every = tl.arange(0, TABLE_SIZE)
     tl.store(newest + every, every * 0)
-    # Threads add to what others have stored, and then read what others have added.
+    # The atomic operations below need the stores of all threads, and the last load needs all atomic operations.
     tl.debug_barrier()
     is_pair = every < num_tokens
     first = tl.load(texts + 1 + every, mask=is_pair, other=0)
     second = tl.load(texts + 2 + every, mask=every + 1 < num_tokens, other=0)
     next_token = tl.load(next_tokens + request).to(tl.int32)
     slot, tag = locate(first, tl.where(every + 1 < num_tokens, second, next_token))
-    # The newest of those that share a place has the largest number, of whose end its tag is.
+    # Of pairs with the same index the last one has the largest number; the number ends with the pair's tag.
     number = ((every + 1) << 16) | (tag.to(tl.int32) & 0xFFFF)
     tl.atomic_max(newest + slot, number, mask=is_pair, sem="relaxed")
     tl.debug_barrier()
     row = tl.load(req_pool_indices + request).to(tl.int64)
-    # Where atomic operations are done, which is not in a cache of this processor.
+    # Load from L2, where atomic operations take effect; L1 may be stale.
     tl.store(tables + row * TABLE_SIZE + every, tl.load(newest + every, cache_modifier=".cg").to(tl.int16))
 
 

@@ -1,4 +1,4 @@
-"""Counts of what accepted paths of drafted trees consist of, in one launch, a warp a request."""
+"""Statistics of accepted paths of draft trees, in one launch with one warp per request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _count_paths_kernel(
     node = tl.load(paths + request * max_len + place, mask=is_counted, other=0)
     tl.atomic_add(counts + node, tl.full((PLACES,), 1, tl.int64), mask=is_counted, sem="relaxed")
     if HAS_CANDIDATES:
-        # Candidates are those of the positions behind the root.
+        # Candidates start at the position after the root.
         is_draft = is_counted & (place > 0)
         draft = tl.load(tokens + request * num_nodes + node, mask=is_draft, other=-1)
         rank = tl.arange(0, CANDIDATES)[None, :]

@@ -1,4 +1,4 @@
-"""The rows of `req_to_token` that a windowed drafter sees, in one launch."""
+"""Page table of a drafter with a sliding window, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer's list of KV slots, in one launch that a CUDA graph can hold: nothing in it depends on lengths."""
+"""FlashInfer's list of KV slots, in one launch. A CUDA graph can hold it: the launch does not depend on lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 _TILE = 1024
-# Programs that share the list of one request.
+# Programs that write the list of one request together.
 _PROGRAMS = 32
 
 

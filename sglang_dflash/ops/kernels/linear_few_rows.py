@@ -1,11 +1,11 @@
-"""A linear layer of few rows, with or without the gated activation behind it: as fast as its weights can be read.
+"""Linear layer of few rows, optionally with the gated activation after it, at the speed of reading its weights.
 
-One tile of columns per thread block, and nothing shared between them: no workspace, no second launch. What matters is
-how many bytes of weights are in flight; the tiles and stages are the best of those that were tried on an H100
+Each thread block computes one tile of columns alone, so there is no workspace and no second launch. Speed depends on
+the bytes of weights in flight. Tiles and stages are the fastest of those measured on an H100
 (scripts/results/linear_h100_2026-11-21.md).
 
-Up to 64 rows, columns of the result are rows of the tensor cores' product, which has at least 64 of those. More rows
-fill those themselves, and the tile has as many columns as occupy every multiprocessor once.
+A tensor core's product has at least 64 rows. Up to 64 rows of x, the result's columns take their place. More rows of x
+fill them directly; then the tile has as many columns as occupy every multiprocessor once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
 
-# Of a tensor core's smallest tile.
+# Smallest dimension of a tensor core's tile.
 _MIN_TILE_ROWS = 16
 _COLUMNS, _DEPTH, _WARPS = 64, 128, 4
-# In flight; a gated layer's have two tiles each.
+# Tiles in flight. A stage of a gated layer has two tiles of weights.
 _STAGES, _GATED_STAGES = 6, 4
-# Of more rows: GATED_COLUMNS as 64 and 32, for Triton's tiles are powers of two.
+# Columns of the kernel for more rows: GATED_COLUMNS split in 64 and 32, because Triton's tiles are powers of two.
 _WIDE_COLUMNS, _NARROW_COLUMNS, _GATED_WARPS = 64, GATED_COLUMNS - 64, 8
 
 
@@ -49,11 +48,7 @@ def _linear_few_rows_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        # Launched while the kernel before this one still runs, whose output is not there before this; what is launched
-        # behind this one may begin, and waits for it likewise.
-        gdc_wait()
-        gdc_launch_dependents()
+    pdl.wait_and_release(PDL)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     row = tl.arange(0, ROWS).to(tl.int64)
@@ -82,7 +77,7 @@ def _activate(gate, up, dtype):
 
 @triton.jit
 def _weight_columns(weight, column, k, size_k):
-    """As columns of the product, [K, N]."""
+    """Load weights as the right operand of a product, [depth, columns]."""
     return tl.load(weight + column[None, :] * size_k + k[:, None])
 
 
@@ -102,9 +97,7 @@ def _linear_gated_rows_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    pdl.wait_and_release(PDL)
     row = tl.arange(0, ROWS).to(tl.int64)
     is_row = (row < num_rows)[:, None]
     wide = tl.program_id(0).to(tl.int64) * (WIDE + NARROW) + tl.arange(0, WIDE)
@@ -139,7 +132,7 @@ def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> to
 def launch(
     x: torch.Tensor, weight: torch.Tensor, is_gated: bool, columns: int, depth: int, warps: int, stages: int
 ) -> torch.Tensor:
-    """The same with other tiles, for `scripts/bench_linear.py`."""
+    """Run :func:`linear_few_rows` with explicit tiles, for `scripts/bench_linear.py`."""
     num_rows, size_k = x.shape
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)

@@ -1,4 +1,4 @@
-"""Keys and values of accepted paths, of all layers in one launch."""
+"""Move of accepted keys and values to a chain's slots, for all layers in one launch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 
 from sglang_dflash.types import KVRows
 
-# Bytes of a row per program: 16 for each of its threads.
+# Bytes of a KV entry per program: 16 for each thread.
 _CHUNK_BYTES = 2048
 _WARPS = 4
-# Rows that are on their way together: what is accepted seldom has more behind the root.
+# Nodes that are moved together. Accepted paths are seldom longer.
 _ROWS = 8
 
 
@@ -42,8 +42,8 @@ def _move_kv_kernel(
     word = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     slots += request * num_nodes
     paths += request * max_len
-    # Rows are moved in place. The i-th node of a path is i or more and they ascend, so that a later row is never read
-    # where an earlier one has been put; the root is where it has to be.
+    # Entries are moved in place. Paths ascend and the i-th node is at least i, so a later node is never read from a
+    # slot that an earlier one was written to. The root keeps its slot.
     for start in range(1, accept_len, ROWS):
         place = start + tl.arange(0, ROWS)
         node = tl.load(paths + place, mask=place < accept_len, other=0)
@@ -55,7 +55,7 @@ def _move_kv_kernel(
             target = tl.load(slot_map + target, mask=is_moved, other=0)
         mask = is_moved[:, None] & (word < row_words)[None, :]
         moved = tl.load(words + source[:, None] * row_words + word[None, :], mask=mask)
-        # Until all threads have read theirs: an earlier row may be read where a later one is put.
+        # All threads must read before any writes: an earlier node may be read from a slot that a later one overwrites.
         tl.debug_barrier()
         tl.store(words + target[:, None] * row_words + word[None, :], moved, mask=mask)
 
@@ -67,7 +67,7 @@ def move_kv(
     bs, max_len = paths.shape
     if bs == 0:
         return
-    # The host's view of what `rows` has on the GPU: nothing waits for it.
+    # Sizes are read from the host's tensors: reading those on the GPU would wait for it.
     row_bytes = [buffer.nbytes // buffer.shape[0] for buffer in rows.buffers]
     aligned = math.gcd(16, *row_bytes, *(buffer.data_ptr() for buffer in rows.buffers))
     word_bytes = min(aligned, 4)

@@ -1,4 +1,4 @@
-"""A head's RMSNorm and rotation, for every kernel that makes queries or keys."""
+"""RMSNorm and RoPE of attention heads, for every kernel that makes queries or keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def norm_rope(low, high, low_weight, high_weight, eps, cos, sin, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """See :func:`sglang_dflash.ops.reference.norm_rope.norm_rope`.
+    """Normalise and rotate heads; see :func:`sglang_dflash.ops.reference.norm_rope.norm_rope`.
 
-    Heads come in their halves, [heads, D / 2] float32 each; so do weights, cosines and sines, or what broadcasts to
-    them. Columns from D / 2 = HALF on are 0. Returns the two halves in DTYPE.
+    Args:
+        low, high: [heads, padded half] float32. Halves of the heads; columns from HALF on are 0.
+        low_weight, high_weight, cos, sin: float32. Broadcast to `low`.
+        HALF: head_dim / 2.
+        DTYPE: dtype of the results.
+
+    Returns:
+        The two halves in DTYPE.
     """
     scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF) + eps)
     low = (low * scale * low_weight).to(DTYPE).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The next block's tokens, positions and KV slots, in one launch."""
+"""Tokens, positions and KV slots of the next block, in one launch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton.language as tl
 from sglang_dflash.types import Block, DrawParameters
 
 
-# Batches come and go, some of them are drawn or told, and the others change with every launch: no reason to compile,
-# for which all running requests would wait.
+# These arguments change with the batch or with every launch. Specialising on them would recompile the kernel while all
+# running requests wait.
 @triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "seed", "is_plain"])
 def _prepare_block_kernel(
     bonus_tokens,
@@ -89,7 +89,7 @@ def prepare_block(
         return
     block_size = block.input_ids.shape[0] // padded_bs
     bs = bonus_tokens.shape[0]
-    # Where none is drawn, or told to be a chain, nothing is read.
+    # Masked off when no request is sampled or verifies a chain; any valid pointer will do.
     source = block.parameters if parameters is None else parameters
     _prepare_block_kernel[(padded_bs,)](
         bonus_tokens,

@@ -1,4 +1,4 @@
-"""q_norm, k_norm, RoPE and the KV write of one layer's block rows, in one launch."""
+"""q_norm, k_norm, RoPE and the KV write of one layer for a block's tokens, in one launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.norm_rope import norm_rope
 
-# Of one thread block. With a head size of 128, a thread reads 16 bytes of bfloat16 at a time.
+# Per thread block. With a head dimension of 128 a thread reads 16 bytes of bfloat16 at a time.
 _HEADS, _WARPS = 8, 2
 
 
@@ -45,10 +45,10 @@ def _qk_norm_rope_set_kv_kernel(
     PDL: tl.constexpr,
 ):
     if IS_EARLY:
-        # Launched while the projection still runs, whose output is not there before this.
+        # This kernel may start while the projection still runs, whose output is complete only after the wait.
         gdc_wait()
     if PDL:
-        # Attention launched behind this may begin, and wait for it likewise.
+        # The attention kernel may start now; it waits for this one's output itself.
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -58,7 +58,7 @@ def _qk_norm_rope_set_kv_kernel(
     is_query = valid & (head < Q_HEADS)
     is_key = valid & (head >= Q_HEADS)
 
-    # Queries and keys lie side by side. Every load comes before the first store, so that none waits for another.
+    # Query heads lie before key heads. All loads come before the first store, so that none waits for a store.
     at = qkv + token * qkv_stride + head * 2 * HALF + dim
     value_at = at + KV_HEADS * 2 * HALF
     low = tl.load(at, mask=valid, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The time on the GPU, when the work before has ended; CUDA events inside a graph cannot be asked for theirs."""
+"""Clock of the GPU, read when the work before has ended. CUDA events inside a graph cannot report their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest value of every row, where rows are a vocabulary long: each is read once, by several thread blocks."""
+"""Maximum of every row of vocabulary size. Several thread blocks share a row, which is read once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 _TILE = 2048
 _MIN_COLUMNS = 4096
-# Thread blocks that keep any GPU's memory busy.
+# Thread blocks that saturate the memory bandwidth of any GPU.
 _ENOUGH_BLOCKS = 512
 
 

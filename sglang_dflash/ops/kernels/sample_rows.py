@@ -1,9 +1,9 @@
-"""The target's tokens of sampled requests, drawn without sorting a vocabulary, in one launch.
+"""Sampling of the target's tokens without sorting the vocabulary, in one launch.
 
-A row draws from all that min_p leaves, and asks afterwards whether top_k and top_p allow the drawn token, which takes
-the number and the mass of the tokens that are likelier. If they do not, none as likely or less is allowed either: the
-row draws again among the likelier ones, whose mass it has just computed. What is accepted has the distribution of
-`reference.sample_rows.allowed_distribution`.
+A row samples from all tokens that min_p leaves. Then it checks top_k and top_p for the sampled token, for which it
+computes the number and the mass of the more likely tokens. If the token is rejected, no token of its likelihood or
+less is allowed. So the row samples again among the more likely tokens, whose mass it has just computed. Accepted
+tokens have the distribution of `reference.sample_rows.allowed_distribution`.
 Source: the rejection sampling of https://flashinfer.ai/2025/03/10/sampling.html, with one pivot instead of two.
 """
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sglang_dflash.types import DrawParameters
 
-# Columns that a row's threads read together; lane i of a row is its columns i, i + _TILE, i + 2 * _TILE and so on.
+# Columns that a thread block reads together. Lane i of a row reads columns i, i + _TILE, i + 2 * _TILE and so on.
 _TILE = 4096
 # Tiles in flight.
 _STAGES = 2
@@ -23,11 +23,14 @@ _STAGES = 2
 
 @triton.jit
 def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """Of one row, the weights exp((logit - maximum) * rate): for each lane the mass of what is allowed, being at least
-    `least` and above `below`; the mass of the whole row; the number of allowed tokens."""
+    """Sum the weights exp((logit - maximum) * rate) of one row. A logit is allowed if it is >= `least` and > `below`.
+
+    Returns:
+        The allowed mass of each lane, the mass of the whole row, and the number of allowed tokens.
+    """
     mass, total = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     count = tl.zeros((TILE,), tl.int32)
-    # Nothing is summed across lanes here: the threads would wait for each other in every tile.
+    # Lanes are summed after the loop. A sum in every tile would make the threads wait for each other.
     for start in tl.range(0, num_columns, TILE, num_stages=STAGES):
         column = start + tl.arange(0, TILE)
         value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
@@ -41,10 +44,13 @@ def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr,
 
 @triton.jit
 def _cross(mass, threshold, index, END: tl.constexpr):
-    """The first place where the sum of `mass` exceeds `threshold`: its `index`, which ascends, and what the threshold
-    is above the mass before it; -1 where there is no mass.
+    """Find the first entry where the running sum of `mass` exceeds `threshold`.
 
-    Sums of floats depend on their order, so the crossing may be missed by a rounding error: then it is the last mass.
+    Rounding may keep the sum below the threshold; then the last entry with mass is returned.
+
+    Returns:
+        The `index` of that entry, -1 if there is no mass; `index` ascends.
+        The threshold minus the mass before that entry.
     """
     has_mass = mass > 0
     first = tl.min(tl.where(has_mass & (tl.cumsum(mass, 0) > threshold), index, END))
@@ -54,12 +60,14 @@ def _cross(mass, threshold, index, END: tl.constexpr):
 
 @triton.jit
 def _draw(logits, num_columns, maximum, rate, least, below, mass, uniform, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """The column where the mass of what is allowed, lane by lane, crosses the share `uniform` of its sum; -1 where
-    there is none."""
+    """Return the column where the allowed mass, summed lane by lane, exceeds `uniform` times its total.
+
+    Returns -1 if there is no mass.
+    """
     lane, rest = _cross(mass, uniform * tl.sum(mass), tl.arange(0, TILE), TILE)
     tile = tl.arange(0, PADDED)
     column = tile * TILE + lane
-    # Of a row without mass, nothing.
+    # The lane is -1 if the row has no mass.
     is_inside = (lane >= 0) & (column < num_columns)
     value = tl.load(logits + column, mask=is_inside, other=float("-inf")).to(tl.float32)
     is_allowed = (value >= least) & (value > below)
@@ -70,7 +78,7 @@ def _draw(logits, num_columns, maximum, rate, least, below, mass, uniform, TILE:
 
 @triton.jit
 def _uniform(seed, row, round_index):
-    """Below 1. The generator's counter is the pair of row and round: no two draws of a launch share a number."""
+    """Return a number in [0, 1). The counter is the pair of row and round, so no two draws of a launch share it."""
     zero = round_index * 0
     bits, _, _, _ = tl.philox(seed, row, round_index, zero, zero)
     return tl.uint_to_uniform_float(bits)
@@ -97,14 +105,14 @@ def _sample_rows_kernel(
     row = row_index.to(tl.int64)
     request = row // block_size
     top_k = tl.load(top_ks + request)
-    # Greedy.
+    # A greedy request keeps its argmax.
     if top_k <= 1:
         return
     top_p = tl.load(top_ps + request)
     temperature = tl.load(temperatures + request)
     maximum = tl.load(maxima + row).to(tl.float32)
     rate = 1.0 / temperature
-    # -inf without min_p.
+    # log(0) is -inf: without min_p every token passes.
     least = maximum + temperature * tl.log(tl.load(min_ps + request))
     below = tl.full((), float("-inf"), tl.float32)
     row_logits = logits + row * row_stride
@@ -113,10 +121,10 @@ def _sample_rows_kernel(
     round_index = tl.full((), 0, tl.int32)
     is_filtered = (top_k < num_columns) | (top_p < 1.0)
     is_open = top_k > 1
-    # Ends: `below` rises to a larger logit every time, and the largest has nothing above it to be rejected for.
+    # This ends: `below` rises to a larger logit every time, and the largest logit cannot be rejected.
     while is_open:
         mass, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, STAGES)
-        # Nothing has been drawn before the first pass.
+        # The first pass has no token to accept yet.
         is_accepted = (round_index > 0) & (count < top_k) & ((tl.sum(mass) < top_p * total) | (top_p >= 1.0))
         if is_accepted == 0:
             uniform = _uniform(row_seed, row_index, round_index)
@@ -124,7 +132,7 @@ def _sample_rows_kernel(
             below = tl.load(row_logits + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
             round_index += 1
         is_open = (is_accepted == 0) & is_filtered & (token >= 0)
-    # Where the maximum is infinite, there is nothing to draw from.
+    # A row with an infinite maximum keeps its token.
     tl.store(tokens + row, token.to(tl.int64), mask=token >= 0)
 
 

@@ -1,8 +1,8 @@
-"""The best columns of a product for every row, by half of the bytes that the product would read.
+"""Top-k of a matrix product for every row, at half the bytes of the full product.
 
-Few rows are multiplied as fast as weights can be read, so a copy in float8 takes half as long, and its results are
-never written: of a group of columns each row's best is kept, in one integer, and of a tile the sum of exponentials. A
-thread block per row then reads the weights of the best of those as they are.
+The product of few rows is bound by reading weights. A float8 copy of the weights halves the bytes. Its results are
+never written: each row keeps the best column of every group, in one integer, and the sum of exponentials of every tile.
+Then one thread block per row computes the best of those columns at full precision.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, from_ordered, pop, to_ordered
+from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, from_ordered, pop, store_best, to_ordered
 from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, LARGEST, group_size, num_candidates
 
 _TILE = 128
-# The least that a tensor core's product has of rows; the most that registers have sums for.
+# Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
 _MIN_ROWS, _MAX_ROWS = 16, 256
-# Numbers of a row that are read at a time, in how many stages, by how many warps, up to so many rows: as measured.
+# Per maximum of rows in a tile: depth read at a time, stages, warps. The fastest of those measured.
 _TILINGS = {64: (256, 3, 4), 128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
-# Numbers of all candidates of a row that are read at a time.
+# Weights of all candidates of a row that are read at a time.
 _NUMBERS, _CANDIDATE_WARPS = 4096, 4
-
-# Subtracted from -inf in place of -inf. Values that far down add nothing to a sum.
-_LEAST = tl.constexpr(-1e38)
 
 
 @triton.jit
@@ -41,9 +37,7 @@ def _quantize_kernel(
     K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
     column = tl.arange(0, K)
@@ -76,10 +70,8 @@ def _shortlist_kernel(
     SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    # Thread blocks beside each other read the same weights.
+    pdl.wait_and_release(PDL)
+    # Neighbouring thread blocks read the same weights.
     tile = tl.program_id(0) // num_row_tiles
     in_tile = tl.arange(0, TILE)
     column = tile.to(tl.int64) * TILE + in_tile
@@ -95,7 +87,7 @@ def _shortlist_kernel(
     total *= tl.load(scales + column, mask=is_column, other=0.0)[:, None]
     total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
     total = tl.where((total == total) & is_column[:, None], total, float("-inf"))
-    # The last bits of a number say which column of its group it is, and first ones are larger.
+    # The low bits of a key give the column in its group. Lower columns have larger keys.
     key = (to_ordered(total) & -GROUP) | (GROUP - 1 - in_tile % GROUP)[:, None]
     key = tl.where(is_column[:, None], key, LOWEST)
     GROUPS: tl.constexpr = TILE // GROUP
@@ -103,7 +95,7 @@ def _shortlist_kernel(
     best = tl.max(tl.reshape(key, (GROUPS, GROUP, ROWS)), axis=1)
     tl.store(keys + row[None, :] * num_tiles * GROUPS + group[:, None], best, mask=is_row[None, :])
     if SUMS:
-        largest = tl.maximum(tl.max(total, axis=0), _LEAST)
+        largest = tl.maximum(tl.max(total, axis=0), LEAST)
         log_sum = largest + tl.log(tl.sum(tl.exp(total - largest[None, :]), axis=0))
         tl.store(tile_log_sums + row * num_tiles + tile, log_sum, mask=is_row)
 
@@ -131,9 +123,7 @@ def _best_candidates_kernel(
     SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, PADDED_TILES * GROUPS)
     num_groups = num_tiles * GROUPS
@@ -156,23 +146,20 @@ def _best_candidates_kernel(
         number = tl.load(x + k, mask=k < size_k, other=0.0).to(tl.float32)
         weights = tl.load(start + k[None, :], mask=is_column[:, None] & (k < size_k)[None, :], other=0.0)
         total += weights.to(tl.float32) * number[None, :]
-    # Rounded as the product would be: of equal ones it is the first column.
+    # Rounded as the product would be. Of equal logits the lower column comes first.
     logit = tl.sum(total, axis=1).to(x.dtype.element_ty).to(tl.float32)
     logit = tl.where(is_column & (logit == logit), logit, float("-inf"))
     if SUMS:
         tile = tl.arange(0, PADDED_TILES)
         in_float8 = tl.load(tile_log_sums + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-        largest = tl.maximum(tl.maximum(tl.max(in_float8), tl.max(logit)), _LEAST)
-        # What the candidates were in float8 makes way for what they are.
+        largest = tl.maximum(tl.maximum(tl.max(in_float8), tl.max(logit)), LEAST)
+        # Replace the float8 values of the candidates by their exact ones.
         candidates = tl.where(is_column, from_ordered(key & -GROUP), float("-inf"))
         others = tl.sum(tl.exp(in_float8 - largest)) - tl.sum(tl.exp(candidates - largest))
         total_sum = tl.maximum(others, 0.0) + tl.sum(tl.exp(logit - largest))
         tl.store(log_sums + row, largest + tl.log(total_sum))
     logit_keys = tl.where(is_column, to_ordered(logit), LOWEST)
-    for i in range(K):
-        best, best_column, logit_keys = pop(logit_keys, column)
-        tl.store(best_logits + row * K + i, from_ordered(best))
-        tl.store(best_columns + row * K + i, best_column.to(tl.int64))
+    store_best(logit_keys, column, best_logits + row * K, best_columns + row * K, K)
 
 
 def shortlist_top(

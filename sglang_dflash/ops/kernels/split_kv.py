@@ -1,4 +1,4 @@
-"""FlashInfer's split of the KV among thread blocks, made on the GPU in one launch, which a CUDA graph can hold."""
+"""FlashInfer's split of the KV among thread blocks, computed on the GPU in one launch that a CUDA graph can hold."""
 
 from __future__ import annotations
 

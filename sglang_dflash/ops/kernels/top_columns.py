@@ -1,8 +1,8 @@
-"""The largest values of every row, where rows are a vocabulary long: parts of rows by a warp each, and then the rows.
+"""Top-k of every row of vocabulary size: one warp per part of a row, then one thread block per row.
 
-A part is read once, in tiles of groups of columns, group i of every tile by lane i: it keeps the largest value of all
-its groups, and the first of them that has it. Of the k best lanes of a row, by value and then by column, each has
-something better than anything of the other lanes. So the k largest values are in those, and only they are read again.
+A part is read once, in tiles. Lane i reads group i of columns of every tile. It keeps the largest value of its groups,
+and the first group that holds it. Take the k best lanes of a row, by value and then by column. Any value in another
+lane is worse than at least one value in each of them. So they hold the k largest values, and only they are read again.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, from_ordered, pop, to_ordered
+from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, pop, store_best, to_ordered
 
 _LANES = 128
-# Bytes of a group, which a thread reads at once.
+# Bytes of a group of columns, which a thread reads at once.
 _GROUP_BYTES = 16
-# Warps that keep any GPU's memory busy.
+# Warps that saturate the memory bandwidth of any GPU.
 _ENOUGH_WARPS = 4096
 _MIN_TILES = 2
-# In the k best lanes of a row there are 8 k values of each tile of a part.
+# The k best lanes of a row hold 8 k values of each tile of a part (bfloat16).
 _MAX_TILES = 32
-# Of those, so many for each warp.
+# Of those values, the number for each warp.
 _VALUES_PER_WARP = 2048
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Subtracted from -inf in place of -inf. Values that far down add nothing to a sum.
-_LEAST = tl.constexpr(-1e38)
 
 
 @triton.jit
@@ -53,7 +51,7 @@ def _best_lanes_kernel(
     first = tl.where(first < end, first, NO_COLUMN)
     # The sum of 2 ** (value * log2(e) - scale).
     total = tl.zeros((LANES,), tl.float32)
-    scale = tl.full((LANES,), _LEAST * _LOG2_E, tl.float32)
+    scale = tl.full((LANES,), LEAST * _LOG2_E, tl.float32)
     for start in range(begin, end, LANES * GROUP):
         column = start + in_tile[:, None] + tl.arange(0, GROUP)[None, :]
         value = tl.load(values + column, mask=column < end, other=float("-inf")).to(tl.float32)
@@ -61,7 +59,7 @@ def _best_lanes_kernel(
         is_better = group_maximum > maximum
         maximum = tl.where(is_better, group_maximum, maximum)
         first = tl.where(is_better, start + in_tile, first)
-        new_scale = tl.maximum(maximum, _LEAST) * _LOG2_E
+        new_scale = tl.maximum(maximum, LEAST) * _LOG2_E
         total *= tl.exp2(scale - new_scale)
         total += tl.sum(tl.exp2(value * _LOG2_E - new_scale[:, None]), axis=1)
         scale = new_scale
@@ -102,7 +100,7 @@ def _best_columns_kernel(
     values += row * row_stride
     part = tl.arange(0, PADDED_PARTS)
     part_log_sum = tl.load(part_log_sums + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
-    largest = tl.maximum(tl.max(part_log_sum), _LEAST)
+    largest = tl.maximum(tl.max(part_log_sum), LEAST)
     tl.store(log_sums + row, largest + tl.log(tl.sum(tl.exp(part_log_sum - largest))))
 
     entry = tl.arange(0, PADDED_ENTRIES)
@@ -115,7 +113,7 @@ def _best_columns_kernel(
         _, column, keys = pop(keys, columns)
         lane_column = tl.where(rank == i, column, lane_column)
 
-    # All columns of those lanes.
+    # All columns of the k best lanes.
     is_lane = lane_column < NO_COLUMN
     lane_column = tl.multiple_of(tl.where(is_lane, lane_column, 0), GROUP)
     begin = lane_column // columns_per_part * columns_per_part
@@ -126,10 +124,7 @@ def _best_columns_kernel(
     value = tl.load(values + columns, mask=valid, other=0.0).to(tl.float32)
     keys = tl.where(valid, to_ordered(tl.where(value == value, value, float("-inf"))), LOWEST)
     columns = tl.where(valid, columns, NO_COLUMN)
-    for i in range(K):
-        best, column, keys = pop(keys, columns)
-        tl.store(best_values + row * K + i, from_ordered(best))
-        tl.store(best_columns + row * K + i, column.to(tl.int64))
+    store_best(keys, columns, best_values + row * K, best_columns + row * K, K)
 
 
 def top_columns(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,7 +1,4 @@
-"""k_norm, RoPE and the KV write of the drafter's context, all layers in one launch.
-
-Shapes: T tokens, L drafter layers, H KV heads of this rank, D head dimension.
-"""
+"""k_norm, RoPE and the KV write of the drafter's context, all layers in one launch."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ _POOL_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
 }
-# The byte that torch makes of what is too large: of e5m2 it is infinity's; of e4m3fn, which has none, NaN's or the
-# largest number's, by the release of torch.
+# The byte that torch writes for a value that is too large. For e5m2 it is infinity. e4m3fn has no infinity; its byte is
+# NaN or the largest number, depending on the release of torch.
 _OVERFLOW = {
     dtype: int(torch.tensor(torch.inf).to(dtype).view(torch.uint8))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,9 +26,9 @@ _OVERFLOW = {
 
 @triton.jit
 def _to_pool(x, POOL_DTYPE: tl.constexpr, OVERFLOW: tl.constexpr):
-    """x in the pool's dtype; fp8 as uint8, equal to torch's `.to` in every bit.
+    """Convert x to the pool's dtype; fp8 is returned as uint8, bit for bit as torch's `.to`.
 
-    Triton's own conversion always saturates, and not every GPU has it.
+    Triton's own conversion always saturates, and not every GPU supports it.
     """
     if not POOL_DTYPE.is_fp8():
         return x.to(POOL_DTYPE)
@@ -41,11 +38,11 @@ def _to_pool(x, POOL_DTYPE: tl.constexpr, OVERFLOW: tl.constexpr):
         x = x.to(tl.float32)
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        # Ties to even: just under half of the last bit that stays, and 1 more where that bit is set, carry into it.
+        # Round half to even: add just under half of the last kept bit, and 1 more if that bit is set.
         odd = (magnitude >> (23 - MANTISSA)) & 1
         rounded = magnitude - ((127 - BIAS) << 23) + ((1 << (22 - MANTISSA)) - 1) + odd
         normal = tl.minimum(rounded >> (23 - MANTISSA), OVERFLOW)
-        # The last bit of this sum is worth that of a subnormal number, and the sum is rounded to it.
+        # The last bit of this sum equals the last bit of a subnormal number, so the addition rounds to it.
         subnormal = (tl.abs(x) + (1 << (24 - BIAS - MANTISSA))).to(tl.int32, bitcast=True) & 0xFF
         result = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
         result = tl.where(magnitude > 0x7F800000, 0x7F, result)

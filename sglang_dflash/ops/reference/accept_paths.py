@@ -1,4 +1,4 @@
-"""Acceptance of a path of a drafted tree, in torch."""
+"""Acceptance of a path of a draft tree, in torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sglang_dflash.verify.acceptance import Acceptance
 def accept_paths(
     tokens: torch.Tensor, parents: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor, max_len: int
 ) -> tuple[Acceptance, torch.Tensor]:
-    """From the root on, the nodes that hold the target's token after the one before, then the bonus token.
+    """Accept, from the root on, each node that holds the target's token after its parent; then add the bonus token.
 
-    No two nodes behind the same one hold the same token. What the target chooses after a node depends on the tokens of
-    its path alone, so the text has the target's distribution, drawn or not (`accept_prefix`).
+    Children of one node hold different tokens. The target's token after a node depends on the node's path alone.
+    So sampled output has the target's distribution, and greedy output is the target's (see `accept_prefix`).
 
     Args:
-        tokens: [bs, N] int64, of the nodes; see :class:`sglang_dflash.types.Trees`.
-        parents: [bs, N] int64.
-        target_tokens: [bs, N] int64, the target's token after each: its argmax, or one drawn from its distribution.
-        seq_lens: [bs] int64, committed tokens before the root.
-        max_len: L, of a path, the root included; none is longer.
+        tokens: [bs, N] int64. Tokens of the nodes; see :class:`sglang_dflash.types.Trees`.
+        parents: [bs, N] int64. Parent of each node; -1 for the root and for padding.
+        target_tokens: [bs, N] int64. The target's token after each node: its argmax, or a sample.
+        seq_lens: [bs] int64. Committed tokens before the root.
+        max_len: length of the longest possible path, with the root.
 
     Returns:
-        :class:`Acceptance` of L tokens a request; output tokens behind the bonus token are 0.
-        [bs, L] int64, the nodes of the accepted paths; behind them the places themselves, as all of a chain's are.
+        :class:`Acceptance` of `max_len` tokens per request. Output tokens after the bonus token are 0.
+        paths: [bs, max_len] int64. Accepted nodes. Entries after the path hold their own index, as in a chain.
     """
     bs = tokens.shape[0]
     accepted = Acceptance.empty(bs, max_len, tokens.device)

@@ -1,4 +1,4 @@
-"""Acceptance of a drafted prefix in torch."""
+"""Acceptance of a prefix of the drafts, in torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from sglang_dflash.verify.acceptance import Acceptance
 
 
 def accept_prefix(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
-    """Longest draft prefix the target agrees with, then the bonus token.
+    """Accept the longest draft prefix that the target agrees with, and add the bonus token.
+
+    Sampled output has the target's distribution. A draft is a point mass, and it is compared with a sample of the
+    target's distribution p. It is accepted with probability p(draft). A sample that differs from it is distributed
+    as p without the draft. That is rejection sampling with one random number.
 
     Args:
-        block_tokens: [bs, B] int64, the verified tokens: the last bonus token and B - 1 draft tokens.
-        target_tokens: [bs, B] int64, the target's token after each: its argmax, or one drawn from its distribution.
-            A drafted token is a point mass, so comparing it with a draw p accepts it with p(token), and a draw that
-            differs is distributed as p without that token: rejection sampling without its coins.
-        seq_lens: [bs] int64, committed tokens before this block.
+        block_tokens: [bs, W] int64. The verified tokens: the last bonus token and W - 1 drafts.
+        target_tokens: [bs, W] int64. The target's token after each verified token: its argmax, or a sample.
+        seq_lens: [bs] int64. Committed tokens before this block.
 
     Returns:
-        :class:`Acceptance`; output tokens behind the bonus token are 0.
+        :class:`Acceptance`. Output tokens after the bonus token are 0.
     """
     bs, block_size = block_tokens.shape
     agrees = block_tokens[:, 1:] == target_tokens[:, :-1]

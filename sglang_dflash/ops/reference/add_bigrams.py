@@ -1,4 +1,4 @@
-"""Pairs of tokens that a cycle committed, in torch."""
+"""Update of bigram tables with the tokens of a cycle, in torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ def add_bigrams(
     lens: torch.Tensor,
     is_chain: torch.Tensor,
 ) -> None:
-    """Put what requests wrote into their tables; see :mod:`sglang_dflash.ops.bigrams`.
+    """Add the token pairs that a cycle committed to the tables of their requests.
+
+    See :mod:`sglang_dflash.ops.bigrams`.
 
     Args:
-        tables: [rows, TABLE_SIZE] int16, changed in place. Row 0 is for padding.
-        req_pool_indices: [bs] int64, the row of each request.
-        first_tokens: [bs] int64, the last tokens before; may be strided.
-        tokens: [bs, W] int64, of which the first `lens` follow.
-        lens: [bs] int64.
-        is_chain: [bs] int64, 1 for requests that are left out.
+        tables: [request slots, TABLE_SIZE] int16. Changed in place; slot 0 is for padding.
+        req_pool_indices: [bs] int64. Request slots.
+        first_tokens: [bs] int64. The last committed token before this cycle; may be strided.
+        tokens: [bs, W] int64. Output tokens of the cycle.
+        lens: [bs] int64. Output tokens that count, from the first.
+        is_chain: [bs] int64. 1 for requests to leave out.
     """
     is_pair = (torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]) & (is_chain == 0)[:, None]
     before = torch.cat((first_tokens[:, None], tokens[:, :-1]), dim=1)

@@ -8,17 +8,18 @@ import torch
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float, is_early: bool
 ) -> None:
-    """Add a layer's output to the residual, and norm the sum for the next layer, both in place.
+    """Add a layer's output to the residual and normalise the sum for the next layer, both in place.
 
-    As FlashInfer's `fused_add_rmsnorm` rounds, which SGLang takes: what is normed is the sum before it was rounded.
+    The sum is normalised before it is rounded, as in FlashInfer's `fused_add_rmsnorm`, which SGLang calls.
 
     Args:
-        x: [M, H] floating-point, contiguous; the normed sum afterwards.
-        residual: [M, H] of the same dtype, contiguous; the sum afterwards.
+        x: [T, H] floating-point, contiguous. A layer's output; overwritten by the normalised sum.
+        residual: [T, H] of the same dtype, contiguous. Overwritten by the sum.
         weight: [H].
-        weight_offset: added to every weight: 1 of Gemma's norms, else 0.
-        is_early: begin while the kernel before still runs, which is faster behind one that lets others begin
-            (`linear_few_rows`) and slower behind others; the result is the same.
+        eps: float. Added to the mean square.
+        weight_offset: float. Added to every weight: 1 for Gemma's norms, else 0.
+        is_early: start while the kernel before still runs. The result is the same. It is faster after a kernel that
+            triggers its dependents early (`linear_few_rows`), and slower after others.
     """
     total = x.float() + residual.float()
     residual.copy_(total)

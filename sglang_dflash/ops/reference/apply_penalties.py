@@ -16,14 +16,16 @@ def apply_penalties(
     presence: torch.Tensor,
     repetition: torch.Tensor,
 ) -> None:
-    """Penalise, in place, the logits after each token of a block by the tokens so far, those of the block included.
+    """Penalise the logits after each token of a block, in place.
+
+    The penalties count the tokens generated so far and the block's tokens up to the one at hand.
 
     Args:
-        logits: [bs * B, V] float32, the target's.
-        block_tokens: [bs, B] int64; `counts` has column 0 already.
-        counts: [slots, V] int32, how often each token was generated, by request slot.
-        slots: [bs] int64, the requests' rows of `counts`.
-        frequency, presence, repetition: [bs] float32; 0, 0 and 1 leave a request's logits alone.
+        logits: [bs * W, V] float32. The target's.
+        block_tokens: [bs, W] int64. `counts` includes column 0 already.
+        counts: [request slots, V] int32. Number of times that each token was generated.
+        slots: [bs] int64. Request slots.
+        frequency, presence, repetition: [bs] float32. 0, 0 and 1 leave a request's logits unchanged.
     """
     bs, block_size = block_tokens.shape
     blocks = logits.view(bs, block_size, logits.shape[1])

@@ -1,4 +1,4 @@
-"""Pairs of tokens that texts have before they are continued, in torch."""
+"""Bigram tables of prompts, in torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_dflash.ops.bigrams import tables_of
 def begin_bigrams(
     tables: torch.Tensor, req_pool_indices: torch.Tensor, texts: torch.Tensor, next_tokens: torch.Tensor
 ) -> None:
-    """Begin the tables of requests anew; see :mod:`sglang_dflash.ops.bigrams`.
+    """Rebuild the tables of requests from their texts; see :mod:`sglang_dflash.ops.bigrams`.
 
     Args:
-        tables: [rows, TABLE_SIZE] int16, changed in place.
-        req_pool_indices: [n] int64, the row of each request; no two have the same.
-        texts: [n, 1 + L] int32, how many tokens each text has, and they; L at most TABLE_SIZE.
-        next_tokens: [n] integers, one more token of each.
+        tables: [request slots, TABLE_SIZE] int16. Changed in place.
+        req_pool_indices: [bs] int64. Request slots, all different.
+        texts: [bs, 1 + T] int32. The length of each text, then its tokens; T at most TABLE_SIZE.
+        next_tokens: [bs] integers. One more token after each text.
     """
     lens = texts[:, :1].to(torch.int64)
     tokens = F.pad(texts[:, 1:].to(torch.int64), (0, 1)).scatter(1, lens, next_tokens[:, None].to(torch.int64))

@@ -1,4 +1,4 @@
-"""Counts of what accepted paths of drafted trees consist of, in torch."""
+"""Statistics of accepted paths of draft trees, in torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ def count_paths(
     is_chain: torch.Tensor,
     req_pool_indices: torch.Tensor,
 ) -> None:
-    """Count accepted nodes by their place in the tree, and accepted drafts by which candidate they were.
+    """Count accepted nodes by their index in the tree, and accepted drafts by their candidate rank.
 
-    A request counts if it has a tree and is none of a graph's padding, whose row of `req_to_token` is 0.
+    A request counts if it has a tree and is not padding of a CUDA graph (request slot 0).
 
     Args:
-        counts: [N + K] int64, added to: for each node the requests that accepted it; then for the first, the second
-            and each other candidate of a position the accepted drafts that were it.
-        paths: [bs, L] int64, accepted nodes, the root first; see :func:`sglang_dflash.ops.reference.accept_paths`.
-        accept_lens: [bs] int64, of each path.
-        tokens: [bs, N] int64, of the nodes.
-        candidates: [bs, L - 1, K] int64, different tokens for each position behind the root; None: there are no drafts.
-        is_chain: [bs] int64, 1 where a request has a chain in place of its tree.
-        req_pool_indices: [bs] int64.
+        counts: [N + K] int64, added to. First, for each node, the requests that accepted it. Then, for each rank, the
+            accepted drafts that were the candidate of that rank.
+        paths: [bs, max_len] int64. Accepted nodes, the root first; see
+            :func:`sglang_dflash.ops.reference.accept_paths`.
+        accept_lens: [bs] int64. Length of each path.
+        tokens: [bs, N] int64. Tokens of the nodes.
+        candidates: [bs, max_len - 1, K] int64. Different tokens for each position after the root; None without drafts.
+        is_chain: [bs] int64. 1 for requests that verify a chain instead of a tree.
+        req_pool_indices: [bs] int64. Request slots.
     """
     num_nodes = tokens.shape[1]
     has_tree = (is_chain == 0) & (req_pool_indices != 0)

@@ -1,4 +1,4 @@
-"""The rows of `req_to_token` that a windowed drafter sees, in torch."""
+"""Page table of a drafter with a sliding window, in torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ def gather_window(
     block_size: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Copy every request's last tokens and its block to the front of its row.
+    """Copy the page table entries of every request's window and block to the front of its row of `out`.
 
-    The context that is left starts at `max(0, seq_len - window)`, rounded down to a page: paged attention reads whole
+    The window starts at `max(0, seq_len - window)`, rounded down to a page boundary. Paged attention reads whole
     pages, so a row must start with one.
 
     Args:
-        req_to_token: [rows, width] int32, KV slot of every position of every request, the block's included.
-        req_pool_indices: [bs] int64, rows of `req_to_token` and of `out`.
-        seq_lens: [bs] int64, committed tokens that have KV.
+        req_to_token: [request slots, positions] int32. KV slot of every position, the block's included.
+        req_pool_indices: [bs] int64. Request slots: the rows of `req_to_token` and of `out`.
+        seq_lens: [bs] int64. Committed tokens that have KV.
         window: context tokens to keep, at least 1.
-        block_size: B, rows of the block that follows the context.
-        out: [rows, >= window + page_size - 1 + B] int32, written at the rows of this batch; what lies behind their
-            context and block is left as it was.
+        page_size: tokens per page.
+        block_size: W. Tokens of the block after the context.
+        out: [request slots, >= window + page_size - 1 + W] int32. Only the rows of this batch are written. Entries
+            after their context and block keep their values.
 
     Returns:
-        context_lens: [bs] int64, the context tokens in each row, at most window + page_size - 1.
+        context_lens: [bs] int64. Context tokens in each row, at most window + page_size - 1.
     """
     start = (seq_lens - window).clamp(min=0) // page_size * page_size
     context_lens = seq_lens - start

@@ -15,17 +15,17 @@ def index_kv(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
 ) -> None:
-    """List the KV slots that blocks attend to: of each request its context, then its block.
+    """List the KV slots that blocks attend to: each request's context, then its block.
 
     Args:
-        req_to_token: [rows, width] int32, KV slot of every position of every request.
-        req_pool_indices: [bs] int64, rows of it.
-        seq_lens: [bs] int64, the context.
-        window: only this many tokens of the context, the last ones; None: all.
-        block_size: tokens behind the context.
-        slot_map: [slots] int64, the slots of another pool; None: they stay as they are.
-        kv_indptr: [bs + 1] int32, written: where the slots of each request begin.
-        kv_indices: int32, its first `kv_indptr[-1]` entries are written.
+        req_to_token: [request slots, positions] int32. KV slot of every position.
+        req_pool_indices: [bs] int64. Request slots.
+        seq_lens: [bs] int64. Context tokens.
+        window: number of last context tokens to list; None lists all.
+        block_size: W. Tokens after the context.
+        slot_map: [KV slots] int64. The slots of another pool; None keeps the slots.
+        kv_indptr: [bs + 1] int32, written. Start of each request's slots in `kv_indices`.
+        kv_indices: int32. The first `kv_indptr[-1]` entries are written.
     """
     kv_indptr[0] = 0
     for i, (row, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""Keys and values of accepted paths, put where those of chains are, in torch."""
+"""Move of accepted keys and values to a chain's slots, in torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def move_kv(
     """Copy the KV of the i-th node of every accepted path to the i-th slot of its request.
 
     Args:
-        rows: of all layers.
-        slots: [bs, N] int64, of a request's nodes.
-        paths: [bs, L] int64, ascending nodes; of each the first `accept_lens` matter, and the i-th is i or more.
-        accept_lens: [bs] int64.
-        slot_map: [slots] int64, from those to the slots of `rows`; None: they are the same.
+        rows: the KV of all layers.
+        slots: [bs, N] int64. KV slots of the nodes.
+        paths: [bs, max_len] int64. Nodes in ascending order, the i-th at least i. The first `accept_lens` count.
+        accept_lens: [bs] int64. Length of each path.
+        slot_map: [KV slots] int64. Maps `slots` to the slots of `rows`; None if they are the same.
     """
     is_moved = torch.arange(paths.shape[1], device=paths.device) < accept_lens[:, None]
     sources, targets = slots.gather(1, paths)[is_moved], slots[:, : paths.shape[1]][is_moved]

@@ -1,4 +1,4 @@
-"""A head's RMSNorm and rotation, in torch."""
+"""RMSNorm and RoPE of attention heads, in torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import torch
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Normalise and rotate heads (neox style), rounding to their dtype behind the norm and behind the rotation.
+    """Normalise and rotate heads (neox style). Round to their dtype after the norm and again after the rotation.
 
-    These are the steps of SGLang's `fused_inplace_qknorm` and `apply_rope_with_cos_sin_cache_inplace`. The keys of a
-    block and those of the context take the same ones.
+    The steps are those of SGLang's `fused_inplace_qknorm` and `apply_rope_with_cos_sin_cache_inplace`. Keys of the
+    block and keys of the context take the same steps.
 
     Args:
-        x: [..., D].
-        weight: what broadcasts to `x`.
-        cos, sin: float32, what broadcasts to [..., D / 2].
+        x: [..., head_dim].
+        weight: broadcasts to `x`.
+        eps: float. Added to the mean square.
+        cos, sin: float32. Broadcast to [..., head_dim / 2].
 
     Returns:
-        As `x`.
+        Shape and dtype of `x`.
     """
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
     low, high = normed.to(x.dtype).float().chunk(2, dim=-1)

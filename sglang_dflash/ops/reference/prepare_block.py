@@ -1,4 +1,4 @@
-"""The next block's tokens, positions and KV slots, in torch."""
+"""Tokens, positions and KV slots of the next block, in torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def prepare_block(
     is_chain: torch.Tensor | None,
     block: Block,
 ) -> None:
-    """Lay out `[bonus, mask x (B - 1)]` for every request, and how its tokens are to be drawn.
+    """Write `[bonus, mask x (W - 1)]` of every request, and its sampling parameters, into the buffers of a cycle.
 
     Args:
-        bonus_tokens: [bs] int64, the last committed token, whose target KV does not exist yet.
-        seq_lens: [bs] int64.
-        req_pool_indices: [bs] int64.
-        req_to_token: [rows, width] int32, KV slot of every position of every request.
-        parameters: of the bs requests; None: all are greedy.
+        bonus_tokens: [bs] int64. The last committed token, which has no target KV yet.
+        seq_lens: [bs] int64. Committed tokens that have KV.
+        req_pool_indices: [bs] int64. Request slots.
+        req_to_token: [request slots, positions] int32. KV slot of every position.
+        mask_token_id: the drafter's mask token.
+        parameters: of the bs requests; None if all are greedy.
         seed: of the cycle, below 2**63.
-        is_plain: whether all requests are accepted by the plain rule.
-        is_chain: [bs] int64, of :class:`sglang_dflash.types.Block`; None: 0 for all.
-        block: written, of P >= bs requests; those behind the first bs become greedy requests of one token, in row 0 of
-            `req_to_token` and slot 0 of the KV, which SGLang keeps for padding.
+        is_plain: whether every request takes the fast path of acceptance.
+        is_chain: [bs] int64, see :class:`sglang_dflash.types.Block`; None stands for 0.
+        block: written; may be padded to more than bs requests. Padding is a greedy request of one token in request
+            slot 0 and KV slot 0, which SGLang reserves for padding.
     """
     bs, padded_bs = bonus_tokens.shape[0], block.seq_lens.shape[0]
     if padded_bs == 0:

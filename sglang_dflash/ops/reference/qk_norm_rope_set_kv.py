@@ -1,4 +1,4 @@
-"""q_norm, k_norm, RoPE and the KV write of one layer's block rows, in torch."""
+"""q_norm, k_norm, RoPE and the KV write of one layer for a block's tokens, in torch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ def qk_norm_rope_set_kv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalise and rotate queries and keys, and write keys and values to their slots.
 
-    Shapes: T tokens, Hq query heads and H KV heads of this rank, D head dimension. Everything of one dtype, but for the
-    norms and the cache.
+    `q_heads` and `kv_heads` are the heads of this rank. All tensors have one dtype, except the norm weights and
+    `cos_sin_cache`.
 
     Args:
-        qkv: [T, (Hq + 2 * H) * D], a layer's projections; its columns are contiguous.
-        q_norm_weight, k_norm_weight: [D].
-        cos_sin_cache: [max_position, D], cosines then sines (neox style).
-        positions: [T] int64, true positions.
-        cache_loc: [T] int64, KV slots.
-        k_buffer, v_buffer: [slots, H, D], the layer's KV.
-        is_early: begin while the kernel before still runs; see
+        qkv: [T, (q_heads + 2 * kv_heads) * head_dim]. A layer's projections; rows may be strided, columns not.
+        q_norm_weight, k_norm_weight: [head_dim].
+        eps: float. Of both norms.
+        cos_sin_cache: [max_position, head_dim]. Cosines, then sines (neox style).
+        positions: [T] int64. Positions in the text.
+        cache_loc: [T] int64. KV slots.
+        k_buffer, v_buffer: [KV slots, kv_heads, head_dim]. The layer's KV.
+        is_early: start while the kernel before still runs; see
             :func:`sglang_dflash.ops.reference.add_rms_norm.add_rms_norm`.
 
     Returns:
-        Queries [T, Hq * D], keys and values [T, H * D], contiguous: backends would copy what is not.
+        Queries [T, q_heads * head_dim], keys and values [T, kv_heads * head_dim]. They are contiguous, because
+        backends would copy strided ones.
     """
     kv_heads, head_dim = k_buffer.shape[1:]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)

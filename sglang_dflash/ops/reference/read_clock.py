@@ -1,4 +1,4 @@
-"""The time on the CPU."""
+"""Clock of the CPU."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def read_clock(times: torch.Tensor, index: int) -> None:
-    """Write the time of the device into `times[index]`: [n] int64, ns since some moment."""
+    """Write the device's time into `times[index]`: [n] int64, nanoseconds since an arbitrary moment."""
     times[index] = time.perf_counter_ns()

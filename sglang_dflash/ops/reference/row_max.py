@@ -1,4 +1,4 @@
-"""The largest value of every row, in torch."""
+"""Maximum of every row, in torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def row_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of every row, and the first column that has it.
+    """Return the maximum of every row and the first column that holds it. NaN counts as -inf.
 
     Args:
-        values: [rows, columns], floating-point; rows may be strided, columns not. A NaN is never the largest.
+        values: [rows, columns] floating-point. Rows may be strided, columns not.
 
     Returns:
-        maxima: [rows], of the same dtype; -inf where there are only NaN.
+        maxima: [rows] of the same dtype. -inf for rows that hold only NaN.
         columns: [rows] int64.
     """
     maxima, columns = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=-1)

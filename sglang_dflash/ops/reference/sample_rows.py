@@ -1,4 +1,4 @@
-"""The target's tokens of sampled requests, in torch."""
+"""Sampling of the target's tokens, in torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from sglang_dflash.types import DrawParameters
 def sample_rows(
     logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor, parameters: DrawParameters, seed: torch.Tensor
 ) -> None:
-    """Replace the argmax of sampled requests by a draw from :func:`allowed_distribution`, each row's of its own.
+    """Replace the argmax of sampled requests by a sample of :func:`allowed_distribution`, independent for each row.
 
-    The numbers drawn are a function of the arguments alone, and differ between this twin and the kernel.
+    The samples are a function of the arguments alone. They differ between this reference and the kernel.
 
     Args:
-        logits: [P * B, V], floating-point; rows may be strided, columns not. What is not a number or -inf is not drawn.
-        maxima, tokens: [P * B], and [P * B] int64, overwritten: what `row_max` returns. A row whose maximum is infinite
-            keeps its token.
-        parameters: of the P requests.
+        logits: [bs * W, V] floating-point. Rows may be strided, columns not. NaN and -inf are never sampled.
+        maxima: [bs * W] as `row_max` returns. A row whose maximum is infinite keeps its token.
+        tokens: [bs * W] int64 as `row_max` returns, overwritten.
+        parameters: of the bs requests.
         seed: [1] int64.
     """
     if not len(tokens):
@@ -33,19 +33,23 @@ def sample_rows(
 
 
 def allowed_distribution(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-    """softmax(logits / temperature) restricted to the tokens that the filters of their request allow.
+    """Return softmax(logits / temperature), restricted to the tokens that the request's filters allow.
 
-    Allowed are those of which (1) fewer than top_k tokens are likelier, (2) those likelier have less than top_p of the
-    whole mass, and (3) the probability is at least min_p of the likeliest token's. So equally likely tokens are allowed
-    together. Source: `TopKTopPSamplingFromProbKernel` (the joint order of top_k and top_p) and
-    `MinPSamplingFromProbKernel` in flashinfer/sampling.cuh, which SGLang's `Sampler` calls.
+    A token is allowed if:
+
+    1. fewer than top_k tokens are more likely,
+    2. the more likely tokens have less than top_p of the whole mass, and
+    3. its probability is at least min_p times that of the most likely token.
+
+    So equally likely tokens are allowed together. Source: `TopKTopPSamplingFromProbKernel` (the joint order of top_k
+    and top_p) and `MinPSamplingFromProbKernel` in flashinfer/sampling.cuh, which SGLang's `Sampler` calls.
 
     Args:
-        logits: [P * B, V], with a finite maximum in every row of a sampled request.
-        parameters: of the P requests.
+        logits: [bs * W, V]. Every row of a sampled request has a finite maximum.
+        parameters: of the bs requests.
 
     Returns:
-        [P * B, V] float64, rows of sum 1; 0 where a token is not allowed.
+        [bs * W, V] float64. Rows sum to 1; tokens that are not allowed have 0.
     """
     block_size = len(logits) // len(parameters.top_ks)
 
@@ -54,7 +58,7 @@ def allowed_distribution(logits: torch.Tensor, parameters: DrawParameters) -> to
 
     values = logits.to(torch.float64).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     probs = (values / per_row(parameters.temperatures)).softmax(dim=-1)
-    # Logits are compared, not probabilities, which may round to the same.
+    # Logits are compared because different logits can round to equal probabilities.
     ordered, order = values.sort(dim=-1, descending=True)
     ordered_probs = probs.gather(1, order)
     rank = torch.arange(values.shape[1], device=values.device).expand_as(values)

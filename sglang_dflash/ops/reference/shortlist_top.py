@@ -1,4 +1,4 @@
-"""The best columns of a product for every row by a shortlist in float8, in torch."""
+"""Top-k of a matrix product by a shortlist in float8, in torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import torch
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
-# Rows have a multiple of so many numbers.
+# The depth of a product is a multiple of this.
 DEPTH = 256
 
 
 def group_size(k: int) -> int:
-    """Columns of which only the best one is a candidate, where k are to be found."""
+    """Return the number of columns in a group, of which only the best is a candidate for the top k."""
     return 128 if k == 1 else 64
 
 
 def num_candidates(k: int) -> int:
-    """A power of two: so many columns are computed as they are."""
+    """Return the number of columns to compute at full precision for the top k: a power of two."""
     return 8 if k == 1 else 2 << (k - 1).bit_length()
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in float8, each scaled so that its largest number is the dtype's.
+    """Quantise rows to float8, each scaled so that its largest number is the dtype's largest.
 
     Args:
-        x: [rows, K] floating-point.
+        x: [rows, depth] floating-point.
 
     Returns:
-        numbers: [rows, K] float8_e4m3fn.
-        scales: [rows] float32, so that `numbers * scales` is about x.
+        numbers: [rows, depth] float8_e4m3fn.
+        scales: [rows] float32. `numbers * scales` approximates x.
     """
     scales = x.abs().amax(dim=-1).float() / LARGEST
     numbers = x.float() / torch.where(scales > 0, scales, 1.0)[:, None]
@@ -38,24 +38,24 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shortlist_top(
     x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The k largest numbers of every row of x times the weight's transpose, and their columns, of the columns that are
-    likely to have them: a product in float8 says which one is best of every group of columns, and those of the best
-    groups are computed in float32.
+    """Return the top k of every row of x times the transpose of the weight, with their columns.
 
-    Where one group has two of the k, or more groups than have candidates differ by less than float8 resolves, it may be
-    other columns than the largest.
+    A product in float8 finds the best column of every group. The best groups' columns are computed in float32.
+
+    The result is approximate in two cases. Two of the top k may be in one group. Or more groups than
+    `num_candidates(k)` may differ by less than float8 resolves.
 
     Args:
-        x: [bs, rows of each, K] bfloat16 or float16; columns contiguous; K is a multiple of DEPTH.
-        weight: [N, K] of the same dtype, contiguous.
-        weight8, scales: [N, K] and [N], `quantize_rows(weight)`, contiguous.
-        k: at most as many as there are groups.
+        x: [bs, positions, depth] bfloat16 or float16. Columns are contiguous; depth is a multiple of DEPTH.
+        weight: [columns, depth] of the same dtype, contiguous.
+        weight8, scales: [columns, depth] and [columns]. `quantize_rows(weight)`, contiguous.
+        k: at most the number of groups.
 
     Returns:
-        logits: [bs * rows, k] float32, rounded to x's dtype, descending; -inf in place of NaN.
-        columns: [bs * rows, k] int64; of equal numbers the first ones come first.
-        log_sums: [bs * rows] float32, the logarithm of the sum of the exponentials of all numbers, in which those that
-            were not candidates are as in float8. None where k is 1.
+        logits: [bs * positions, k] float32, rounded to x's dtype, descending. -inf stands for NaN.
+        columns: [bs * positions, k] int64. Of equal logits the lower column comes first.
+        log_sums: [bs * positions] float32. Log-sum-exp of all columns; those that were no candidates count in float8.
+            None if k is 1.
     """
     rows, num_columns, group = x.flatten(0, 1), weight.shape[0], group_size(k)
     rows8, row_scales = quantize_rows(rows)
@@ -66,7 +66,7 @@ def shortlist_top(
     candidates = (groups * group + in_group.gather(1, groups)).sort(dim=-1).values
     logits = (weight[candidates].float() * rows.float()[:, None]).sum(dim=-1).to(x.dtype).float()
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    # A stable sort keeps the order of equal values, which topk does not promise.
+    # A stable sort keeps the order of equal values. topk does not guarantee it.
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     best = values[:, :k].contiguous(), candidates.gather(1, order)[:, :k].contiguous()
     if k == 1:

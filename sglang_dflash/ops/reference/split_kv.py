@@ -6,7 +6,7 @@ import torch
 
 from sglang_dflash.types import KVSplit
 
-# FlashInfer splits no finer.
+# FlashInfer uses no smaller chunk.
 MIN_CHUNK = 128
 
 
@@ -19,18 +19,18 @@ def split_kv(
     max_entries: int,
     split: KVSplit,
 ) -> None:
-    """Split the KV of blocks into the smallest chunks, all of one size, that make no more entries than allowed.
+    """Split the KV of blocks into chunks of one size, the smallest that gives at most `max_entries` entries.
 
     Source: `PrefillSplitQOKVIndptr` in flashinfer/attention/scheduler.cuh, for blocks of one length and pages of one
     token.
 
     Args:
-        seq_lens: [bs] int64, the context before each block.
-        window: keys to the left of a row that it sees; None: all.
-        block_size: B.
-        rows_per_token: query heads for each KV head.
-        rows_per_tile: of query rows, which a thread block takes together.
-        max_entries: unless there are more with a single chunk per request.
+        seq_lens: [bs] int64. Context tokens before each block.
+        window: keys to the left that a query sees; None for all.
+        block_size: W.
+        rows_per_token: query heads per KV head.
+        rows_per_tile: query rows that a thread block processes together. A query row is one query head of one token.
+        max_entries: limit of entries. It is exceeded only if one chunk per request already exceeds it.
         split: written.
     """
     kv_lens = seq_lens.cpu() if window is None else seq_lens.cpu().clamp(max=window)

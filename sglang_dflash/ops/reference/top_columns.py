@@ -1,4 +1,4 @@
-"""The largest values of every row, in torch."""
+"""Top-k of every row, in torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 
 def top_columns(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The k largest values of every row and the logarithm of the sum of all their exponentials.
+    """Return the k largest values of every row, their columns, and the log-sum-exp of the row.
 
     Args:
-        values: [rows, columns] float32, bfloat16 or float16, without NaN or infinity; rows may be strided, columns not.
-        k: at most 16, and as many as there are columns.
+        values: [rows, columns] float32, bfloat16 or float16, without NaN or infinity. Rows may be strided, columns not.
+        k: at most 16 and at most the number of columns.
 
     Returns:
         values: [rows, k] float32, descending.
-        columns: [rows, k] int64; of equal values the first ones come first.
+        columns: [rows, k] int64. Of equal values the lower column comes first.
         log_sums: [rows] float32.
     """
     values = values.float()
-    # A stable sort keeps the order of equal values, which topk does not promise.
+    # A stable sort keeps the order of equal values. topk does not guarantee it.
     largest, columns = values.sort(dim=-1, descending=True, stable=True)
     return largest[:, :k].contiguous(), columns[:, :k].contiguous(), values.logsumexp(dim=-1)

@@ -1,7 +1,4 @@
-"""k_norm, RoPE and the KV write of the drafter's context, in torch.
-
-Shapes: T tokens, L drafter layers, H KV heads of this rank, D head dimension.
-"""
+"""k_norm, RoPE and the KV write of the drafter's context, in torch."""
 
 from __future__ import annotations
 
@@ -23,17 +20,19 @@ def write_context_kv(
 ) -> None:
     """Normalise and rotate the keys of every layer, and write keys and values to their slots.
 
-    Both are rounded to `kv.dtype` and then converted to the pool's, without a scale, as the block path does it
+    Both are rounded to `kv.dtype` and then converted to the pool's dtype without a scale. The block path does the same
     (`MHATokenToKVPool.set_kv_buffer`).
 
     Args:
-        kv: [T, L, 2, H, D], the layers' k and v projections of the context.
-        k_norm_weight: [L, D].
-        cos_sin_cache: [max_position, D], cosines then sines (neox style).
-        positions: [T] int64, true positions.
-        cache_loc: [T] int64, KV slots.
-        accept_lens: [bs] int64 for T = bs * B verified rows: only the first accept_lens of every B rows are written;
-            None writes all.
+        kv: [T, layers, 2, kv_heads, head_dim]. The drafter's k and v projections of the context, heads of this rank.
+        k_norm_weight: [layers, head_dim].
+        eps: float. Of the norm.
+        cos_sin_cache: [max_position, head_dim]. Cosines, then sines (neox style).
+        positions: [T] int64. Positions in the text.
+        cache_loc: [T] int64. KV slots.
+        accept_lens: [bs] int64, for T = bs * W verified tokens. Only the first accept_lens of every W tokens are
+            written; None writes all.
+        buffers: the drafter's KV pool.
     """
     if accept_lens is not None:
         rows = torch.arange(kv.shape[0], device=kv.device).view(accept_lens.shape[0], -1)
