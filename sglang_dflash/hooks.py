@@ -1,8 +1,8 @@
-"""Registers hooks into SGLang, and proves that each is in effect.
+"""Registration of this package's hooks into SGLang, and the check that each one is in effect.
 
-SGLang logs and swallows what goes wrong while it applies hooks (`HookRegistry.apply_hooks`), so a server could
-silently run without one. :func:`verify` walks what is really bound at each target and raises if a hook is missing. A
-hook around something else than it was written for is worse, so it asks the ledger first.
+SGLang logs and swallows errors while it applies hooks (`HookRegistry.apply_hooks`), so a server could silently run
+without one. :func:`verify` inspects the function that is bound at each target and raises if a hook is missing. It first
+asks the ledger whether SGLang's source is the one that the hooks were written for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sglang_dflash import cpu_support, ledger
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook: where, how, and why it exists.
+    """One hook, and why it exists.
 
     Attributes:
         target: dotted path of the SGLang function or method.
-        kind: how `HookRegistry` applies it; AROUND hooks take the original function as their first argument.
+        kind: type of hook in `HookRegistry`. AROUND hooks take the original function as their first argument.
         function: the hook itself.
-        why: what would not work without it.
-        until: what has to change upstream before it can go.
+        why: the purpose of the hook.
+        until: the upstream change that makes the hook unnecessary.
     """
 
     target: str
@@ -37,25 +37,25 @@ class Hook:
 
 
 class HookError(RuntimeError):
-    """A hook of this package is not in effect, so the server must not claim to run it."""
+    """Error: a hook of this package is not in effect, so this process must not serve DFLASH."""
 
 
 _registered: list[Hook] = []
 
 
 def register(hooks: list[Hook]) -> None:
-    """Hand hooks to SGLang, which applies them once all plugins are loaded."""
+    """Register hooks with SGLang, which applies them after all plugins are loaded."""
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)
         _registered.append(hook)
 
 
 def verify() -> None:
-    """Make sure that DFLASH may be served in this process.
+    """Check that this process may serve DFLASH.
 
     Raises:
-        LedgerError: SGLang differs from the one that this package was written against; naming every symbol that does.
-        HookError: naming every registered hook that is not bound at its target, or the plugin whose hooks are missing.
+        LedgerError: SGLang's source differs from the recorded one. The message names every symbol that differs.
+        HookError: a registered hook is not in effect, or the plugin dflash_cpu is not loaded. The message names it.
     """
     ledger.verify()
     if is_cpu() and not is_cuda() and not cpu_support.is_provided():
@@ -68,7 +68,7 @@ def verify() -> None:
     if missing:
         raise HookError(
             "sglang-dflash could not hook into SGLang at: " + ", ".join(missing) + ". Set SGLANG_PLUGINS=none to "
-            "serve with the in-tree DFLASH worker instead."
+            "serve with SGLang's in-tree DFLASH worker."
         )
 
 
@@ -77,7 +77,7 @@ def _is_bound(hook: Hook) -> bool:
         bound = pkgutil.resolve_name(hook.target)
     except (AttributeError, ImportError):
         return False
-    # `HookRegistry` nests one wrapper per hook; each keeps its hook in a closure and the inner function in
+    # `HookRegistry` nests one wrapper per hook. A wrapper has its hook in its closure, and the inner function in
     # `__wrapped__`.
     while bound is not None:
         cells = getattr(bound, "__closure__", None) or ()

@@ -1,6 +1,6 @@
-"""How a DFlash checkpoint is understood, and all that does not fit its target: `python -m sglang_dflash.inspect`.
+"""Report on a DFlash checkpoint and everything that does not fit its target: `python -m sglang_dflash.inspect`.
 
-Reads `config.json` and the headers of the safetensors files, by path or by name on the Hugging Face hub. It needs no
+It reads `config.json` and the headers of the safetensors files, by path or by name on the Hugging Face hub. It needs no
 GPU, loads no weights and starts no engine.
 """
 
@@ -21,12 +21,12 @@ from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
 
 @dataclass(frozen=True)
 class Inspection:
-    """What there is to say of a pair.
+    """Result for a target and a drafter.
 
     Attributes:
-        drafter: None where its config cannot be understood.
-        dtype: of the drafter's config; it is served in the target's.
-        mismatches: a sentence each; empty if the drafter can be served with the target.
+        drafter: the drafter's config; None if it cannot be understood.
+        dtype: dtype in the drafter's config. The drafter is served in the target's dtype.
+        mismatches: one sentence each. Empty if the drafter can be served with the target.
     """
 
     drafter: DFlashConfig | None = None
@@ -35,11 +35,11 @@ class Inspection:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers, keys and values, in `dtype`; `--kv-cache-dtype` can make it another."""
+        """Bytes of keys and values per token, of all layers in `dtype`. `--kv-cache-dtype` can change the dtype."""
         return self.drafter.kv_bytes_per_token(self.dtype.itemsize)
 
     def to_dict(self) -> dict:
-        """The JSON object of `--json`."""
+        """Return the JSON object of `--json`."""
         if self.drafter is None:
             return {"drafter": None, "mismatches": self.mismatches}
         drafter = asdict(self.drafter) | {
@@ -49,7 +49,7 @@ class Inspection:
         return {"drafter": drafter, "kv_bytes_per_token": self.kv_bytes_per_token, "mismatches": self.mismatches}
 
     def lines(self) -> Iterable[str]:
-        """The text for people."""
+        """Yield the lines of the plain-text report."""
         if self.drafter is not None:
             yield from _describe(self.drafter)
             in_dtype = f"{self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
@@ -60,7 +60,7 @@ class Inspection:
 
 
 def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
-    """Read both checkpoints, and collect every mismatch instead of raising at the first."""
+    """Read both checkpoints and collect every mismatch instead of raising at the first."""
     try:
         target = TargetFacts.from_dict(_read_config("TARGET", target_path), target_path)
         drafter, dtype = read_drafter(drafter_path)
@@ -76,10 +76,10 @@ def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
 
 
 def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:
-    """A checkpoint's config, and the dtype that it names.
+    """Return a checkpoint's config and the dtype in it.
 
     Raises:
-        ConfigError: it cannot be read, is of no DFlash drafter, or makes no sense.
+        ConfigError: the config cannot be read, is not a DFlash drafter's, or is inconsistent.
     """
     check_checkpoint_path(path)
     raw = _read_config("DRAFTER", path)
@@ -94,7 +94,7 @@ def _read_config(name: str, path: str) -> dict:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} {path} cannot be read: {' '.join(str(error).split())}") from error
     if not raw:
-        raise ConfigError(f"{name} {path} cannot be read: there is no config.json in it.")
+        raise ConfigError(f"{name} {path} cannot be read: it has no config.json.")
     return raw
 
 
@@ -113,7 +113,7 @@ def _describe(drafter: DFlashConfig) -> Iterable[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print; the exit code is 1 if anything does not fit."""
+    """Print the report. Return 1 if anything does not fit, else 0."""
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash.inspect", description=__doc__.split("\n")[0])
     parser.add_argument("target", metavar="TARGET", help="path or name of the target")
     parser.add_argument("drafter", metavar="DRAFTER", help="path or name of the DFlash checkpoint")

@@ -1,8 +1,8 @@
-"""Entry point of the plugin: SGLang calls :func:`register` once in every process of a server, whatever it serves.
+"""Entry point of the plugin. SGLang calls :func:`register` once in every process of a server, with any algorithm.
 
-SGLang logs what a plugin raises, and what goes wrong with a hook, and goes on: it would serve DFLASH with its own
-worker. So a server that is asked for DFLASH is checked in several places that have little to do with each other: where
-an SGLang has moved some of them, the others refuse. Other servers are left alone.
+SGLang logs errors of plugins and hooks and continues, and would then serve DFLASH with its own worker. So a server with
+`--speculative-algorithm DFLASH` is checked in several independent functions. If an SGLang has moved some of them, the
+others still refuse to serve. Servers without DFLASH are never checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_dflash.version import __version__
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 RESOLVE_ARGUMENTS = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
-# Where nothing else is hooked.
+# Functions that are checked and have no other hook of this package.
 GUARDED = (
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args",
     "sglang.srt.managers.scheduler.Scheduler.__init__",
@@ -24,7 +24,7 @@ GUARDED = (
 
 
 def register() -> None:
-    """Hook DFLASH into SGLang; where that fails, refuse DFLASH and nothing else."""
+    """Register the hooks for DFLASH. If that fails, make DFLASH servers fail at start-up, and no others."""
     registered = False
     try:
         from sglang_dflash.hook_table import register as register_hook_table
@@ -33,7 +33,7 @@ def register() -> None:
         registered = True
     finally:
         if registered:
-            # Their own hooks check too (`hook_table`, `server_args.arguments`).
+            # The hooks of CREATE_WORKER and RESOLVE_ARGUMENTS check too (`hook_table`, `server_args.arguments`).
             _guard(GUARDED, hooks.verify)
         else:
             _guard((CREATE_WORKER, RESOLVE_ARGUMENTS, *GUARDED), _refuse)
@@ -50,15 +50,18 @@ def _guard(targets: tuple[str, ...], check: Callable[[], None]) -> None:
 
 
 def _asks_for_dflash(argument: object) -> bool:
-    """Of `ServerArgs` or a `SpeculativeAlgorithm` among the arguments of a function of whatever SGLang this is."""
+    """Return whether an argument of a guarded function is a `ServerArgs` or a `SpeculativeAlgorithm` of DFLASH.
+
+    The attributes are read with a default because this must work on every SGLang.
+    """
     name = getattr(argument, "speculative_algorithm", None) or getattr(argument, "name", None)
     return isinstance(name, str) and name.upper() == "DFLASH"
 
 
 def _refuse() -> None:
-    # On another SGLang, what differs is why.
+    # On another SGLang, the symbols that differ are the reason.
     ledger.verify()
     raise RuntimeError(
-        f"sglang-dflash {__version__} could not be loaded; SGLang has logged why. Set SGLANG_PLUGINS=none to serve "
-        "with SGLang's in-tree DFLASH worker."
+        f"sglang-dflash {__version__} could not be loaded. SGLang has logged the reason. Set SGLANG_PLUGINS=none to "
+        "serve with SGLang's in-tree DFLASH worker."
     )

@@ -1,12 +1,12 @@
-"""What of SGLang this package builds on, and the source of it that the package was written against.
+"""Comparison of SGLang's source with the source that this package was written against.
 
-A version number says little: a patch release may change what a hook wraps, and most of a release is none of our
-business. So each symbol that the package replaces, subclasses, reads by a private name or changes is in a ledger
-(:mod:`sglang_dflash.ledger.uses`) with a fingerprint of its source (:mod:`sglang_dflash.ledger.recorded`). A server
-serves DFLASH where all of them are the same, whatever the version; `python -m sglang_dflash.ledger` compares any other
+A version number says little: a patch release may change what a hook wraps, and most of a release does not concern this
+package. So the ledger (:mod:`sglang_dflash.ledger.uses`) lists each symbol that the package replaces, subclasses, reads
+by a private name or changes. :mod:`sglang_dflash.ledger.recorded` has a fingerprint of the source of each. A server
+serves DFLASH if all fingerprints match, whatever the version. `python -m sglang_dflash.ledger` compares any other
 SGLang, which is the first step of a port.
 
-FlashInfer is not in the ledger: `flashinfer_plan` compares what it takes for granted with FlashInfer's own results.
+FlashInfer is not in the ledger: `flashinfer_plan` compares its assumptions with FlashInfer's own results.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from sglang_dflash.ledger.source import Source
 from sglang_dflash.version import __version__
 
 SAME, CHANGED, MISSING = "same", "changed", "missing"
-# In the manifest, and without a fingerprint yet.
+# In the ledger, but without a fingerprint yet.
 NEW = "new"
 
 
 class LedgerError(RuntimeError):
-    """SGLang is not what this package was written against, so the server must not serve DFLASH with it."""
+    """Error: SGLang's source differs from the recorded one, so this process must not serve DFLASH."""
 
 
 def state(source: Source, symbol: str) -> str:
-    """How the symbol of an SGLang compares with what is recorded: SAME, CHANGED, MISSING or NEW."""
-    # Imported here: a process that serves something else has no use for it.
+    """Return how a symbol of an SGLang compares with its record: SAME, CHANGED, MISSING or NEW."""
+    # Imported here because processes without DFLASH do not need it.
     from sglang_dflash.ledger.recorded import FILES, FINGERPRINTS
 
     place = source.locate(symbol)
     if place is None:
         return MISSING
     path, _ = place
-    # A file of which no byte has changed needs no parsing: a server of the recorded release starts without any.
+    # A file with the recorded hash needs no parsing, so a server of the recorded release parses none.
     if symbol in FINGERPRINTS and FILES.get(path) == source.digest(path):
         return SAME
     fingerprint = source.fingerprint(symbol)
@@ -47,10 +47,10 @@ def state(source: Source, symbol: str) -> str:
 
 @cache
 def verify() -> None:
-    """Compare the installed SGLang, once per process.
+    """Compare the installed SGLang with the recorded one, once per process.
 
     Raises:
-        LedgerError: naming every symbol that differs, and both versions.
+        LedgerError: a symbol differs. The message names every such symbol and both versions.
     """
     from sglang_dflash.ledger.recorded import FINGERPRINTS, SGLANG
 
@@ -63,7 +63,8 @@ def verify() -> None:
     ]
     if differing:
         raise LedgerError(
-            f"sglang-dflash {__version__} was written against SGLang {SGLANG}, and {source.version} is installed. "
-            f"They differ in what this package builds on, {'; '.join(differing)}. `python -m sglang_dflash.ledger` "
-            "says what each is for. Set SGLANG_PLUGINS=none to serve with SGLang's in-tree DFLASH worker."
+            f"sglang-dflash {__version__} was written against SGLang {SGLANG}, and SGLang {source.version} is "
+            f"installed. These symbols that the package relies on differ: {'; '.join(differing)}. Run `python -m "
+            "sglang_dflash.ledger` to see what each is for, or set SGLANG_PLUGINS=none to serve with SGLang's in-tree "
+            "DFLASH worker."
         )

@@ -1,6 +1,6 @@
 """`python -m sglang_dflash.ledger`: compare an SGLang with the one that this package was written against.
 
-The exit code is 0 if everything is the same, 1 if something differs, 2 if there is nothing to compare.
+The exit code is 0 if everything is the same, 1 if something differs, and 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sglang_dflash.ledger.source import Source, SourceError
 from sglang_dflash.ledger.uses import Use, hooked, manifest
 from sglang_dflash.version import __version__
 
-_HEADER = '''"""What SGLang looked like: written by `python -m sglang_dflash.ledger --write`, not by hand.
+_HEADER = '''"""Record of SGLang's source, written by `python -m sglang_dflash.ledger --write`. Do not edit it.
 
-`FILES` and `FINGERPRINTS` have hashes by path and by symbol; `HOOKED` has the hooks: file, reason and symbol.
+`FILES` has hashes by path and `FINGERPRINTS` by symbol. `HOOKED` lists the hooks: file, reason and symbol.
 """
 
 # fmt: off
@@ -32,18 +32,18 @@ _HEADER = '''"""What SGLang looked like: written by `python -m sglang_dflash.led
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash.ledger", description=__doc__)
     parser.add_argument(
-        "sglang", nargs="?", help="a wheel of SGLang, or a directory that has its source; default: the installed one"
+        "sglang", nargs="?", help="a wheel of SGLang or a directory with its source; default: the installed SGLang"
     )
-    parser.add_argument("--all", action="store_true", help="list what is the same, too")
+    parser.add_argument("--all", action="store_true", help="also list the symbols that are the same")
     parser.add_argument("--diff", action="store_true", help="show how the source of changed symbols differs")
     parser.add_argument(
         "--base",
         metavar="SGLANG",
-        help="for --diff, the SGLang that is recorded: a wheel or a directory; default: the installed one",
+        help="for --diff: the recorded SGLang, a wheel or a directory; default: the installed SGLang",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument(
-        "--write", action="store_true", help="after a port: record this SGLang as the one written against"
+        "--write", action="store_true", help="record this SGLang as the one written against, after a port"
     )
     options = parser.parse_args(argv)
     try:
@@ -72,8 +72,8 @@ def _entry(symbol: str, uses: list[Use], source: Source, base: Source | None) ->
     elif entry["state"] == CHANGED and base is not None:
         if state(base, symbol) != SAME:
             raise SourceError(
-                f"{symbol} of SGLang {base.version} ({base.where}) is not the one that is recorded: give --base the "
-                f"source of {recorded.SGLANG}"
+                f"{symbol} of SGLang {base.version} ({base.where}) is not the recorded one: give --base the source of "
+                f"{recorded.SGLANG}"
             )
         versions = base.version, source.version
         entry["diff"] = list(difflib.unified_diff(base.text(symbol), source.text(symbol), *versions, lineterm=""))
@@ -97,7 +97,7 @@ def _print(source: Source, report: dict[str, dict], with_same: bool) -> None:
             for user, why in entry["used_by"].items():
                 print(f"{'':8}{user}: {why}")
             for path in entry.get("same_name_in", ()):
-                print(f"{'':8}its last name is defined in {path}")
+                print(f"{'':8}{path} defines something of its last name")
             for line in entry.get("diff", ()):
                 print(f"{'':8}{line}".rstrip())
     states = [entry["state"] for entry in report.values()]
@@ -116,7 +116,7 @@ def _write(source: Source) -> int:
     if missing:
         for symbol in missing:
             print(f"{MISSING:8}{symbol}")
-        print(f"Nothing is recorded: SGLang {source.version} ({source.where}) does not define them there.")
+        print(f"Nothing is recorded: SGLang {source.version} ({source.where}) does not define these symbols there.")
         return 1
     files = {path: source.digest(path) for path, _ in map(source.locate, symbols)}
     text = f"{_HEADER}\nSGLANG = {source.version!r}\n"

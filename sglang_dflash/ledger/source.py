@@ -1,8 +1,8 @@
-"""The source of an SGLang, installed, unpacked or in a wheel: where its symbols are defined, and their fingerprints.
+"""Source of an SGLang, installed, unpacked or in a wheel: where its symbols are defined, and their fingerprints.
 
-Nothing of it is imported: a file is read and parsed once. A fingerprint is a hash of what Python's parser makes of a
-definition, without what does not act: positions, comments, docstrings, and how literals are spelt. It must be the same
-under every version of Python, so nothing that Python itself prints of a syntax tree goes into it.
+Nothing of it is imported; a file is read and parsed once. A fingerprint is a hash of the syntax tree of a definition.
+It leaves out what has no effect: positions, comments, docstrings, and the spelling of literals. It is the same under
+every version of Python, so it uses nothing that Python prints of a syntax tree.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 
-# Fields of syntax trees that follow from others, or say how something was written.
+# Fields of syntax trees that follow from other fields, or record only the spelling.
 _NOT_HASHED = ("ctx", "kind", "type_comment")
 _VERSION = re.compile(r"""^__version__ = version = ['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 class SourceError(ValueError):
-    """A path is not the source of an SGLang."""
+    """Error: a path is not the source of an SGLang."""
 
 
 class Source:
-    """One SGLang.
+    """Source of one SGLang.
 
     Attributes:
-        where: the path that it was read from.
-        version: as its metadata say; "of unknown version" if there are none.
+        where: the path that it is read from.
+        version: the version in its metadata; "of unknown version" without metadata.
     """
 
     def __init__(self, root: Path | zipfile.Path, where: str, version: str) -> None:
         """
         Args:
-            root: contains the package `sglang`.
+            root: directory or archive that contains the package `sglang`.
+            where: see the class.
+            version: see the class.
         """
         self.where, self.version = where, version
         self._root = root
@@ -47,10 +49,10 @@ class Source:
 
     @classmethod
     def installed(cls) -> Source:
-        """Of the SGLang that this Python would import.
+        """Return the source of the SGLang that this Python would import.
 
         Raises:
-            SourceError: there is none.
+            SourceError: no SGLang is installed.
         """
         spec = importlib.util.find_spec("sglang")
         if spec is None or not spec.submodule_search_locations:
@@ -60,10 +62,10 @@ class Source:
 
     @classmethod
     def at(cls, path: str) -> Source:
-        """Of a wheel, or of a directory that is the package `sglang` or contains it, itself or in `python/`.
+        """Return the source in a wheel or a directory: the package `sglang`, its parent, or the parent of `python/`.
 
         Raises:
-            SourceError: naming the path and what it is instead.
+            SourceError: the path is neither. The message says why.
         """
         given = Path(path)
         if given.is_dir():
@@ -71,7 +73,7 @@ class Source:
                 package = root / "sglang"
                 if (package / "srt").is_dir() and (root != given.parent or given.name == "sglang"):
                     return cls(root, path, _version_of_tree(root))
-            raise SourceError(f"{path} is no source of SGLang: it has no sglang/srt")
+            raise SourceError(f"{path} is not the source of SGLang: it has no sglang/srt")
         if not given.exists():
             raise SourceError(f"{path} does not exist")
         if not zipfile.is_zipfile(given):
@@ -86,7 +88,7 @@ class Source:
         return cls(zipfile.Path(archive), path, headers["Version"])
 
     def fingerprint(self, symbol: str) -> str | None:
-        """16 hexadecimal digits; None: nothing of that name is defined there."""
+        """Return 16 hexadecimal digits; None if the symbol is not defined there."""
         found = self._definitions(symbol)
         if not found:
             return None
@@ -96,7 +98,7 @@ class Source:
         return hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def text(self, symbol: str) -> list[str]:
-        """The lines of its definitions, decorators and comments included."""
+        """Return the lines of a symbol's definitions, with decorators and comments."""
         lines: list[str] = []
         for definition in self._definitions(symbol):
             path, _ = self.locate(symbol)
@@ -105,7 +107,7 @@ class Source:
         return lines
 
     def others_named_like(self, symbol: str) -> list[str]:
-        """Files that define something of the same last name at their top level or in a class."""
+        """Return the files that define the symbol's last name, at their top level or in a class."""
         name = re.escape(symbol.rpartition(".")[2])
         pattern = re.compile(rf"^\s*(?:(?:async )?def|class) {name}\b|^\s*{name}\b(?::[^=\n]*)? =", re.MULTILINE)
         texts = ((path, self._text(path)) for path in self._paths())
@@ -120,11 +122,11 @@ class Source:
         return sorted(name for name in self._root.root.namelist() if re.fullmatch(r"sglang/.*\.py", name))
 
     def digest(self, path: str) -> str:
-        """16 hexadecimal digits of the bytes of a file."""
+        """Return 16 hexadecimal digits: a hash of the bytes of a file."""
         return hashlib.sha256(self._root.joinpath(path).read_bytes()).hexdigest()[:16]
 
     def locate(self, symbol: str) -> tuple[str, list[str]] | None:
-        """The file that a symbol must be in, and its names there; None: there is no such file."""
+        """Return the file that must define a symbol, and the symbol's names in it; None if there is no such file."""
         parts = symbol.split(".")
         for i in range(len(parts) - 1, 0, -1):
             for path in ("/".join(parts[:i]) + ".py", "/".join(parts[:i]) + "/__init__.py"):
@@ -142,7 +144,7 @@ class Source:
         return _definitions(self._modules[path], names)
 
     def _parse(self, path: str) -> ast.Module:
-        # A file becomes so many objects at once that Python would look for cycles among all of a server's, many times.
+        # Parsing creates many objects. Without this, Python would search a server's whole heap for cycles many times.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -163,7 +165,7 @@ def _version_of_tree(root: Path) -> str:
 
 
 def _definitions(module: ast.Module, names: list[str]) -> list[ast.stmt]:
-    """Everything that a name is bound to, in order: branches of an `if` or a `try`, overloads, a property's setter.
+    """Return everything that a name is bound to, in order: branches of `if` and `try`, overloads, property setters.
 
     The last name may also be an attribute that the methods of a class assign.
     """
@@ -189,7 +191,7 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.stmt]:
 
 
 def _assigned(scope: ast.ClassDef, name: str) -> Iterator[ast.stmt]:
-    """Where methods assign `self.name`."""
+    """Yield the statements in which methods assign `self.name`."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign | ast.AnnAssign) and any(
             isinstance(target, ast.Attribute)
@@ -207,16 +209,16 @@ def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[
 
 
 def _write(value: object, tokens: list[str]) -> None:
-    """Append what stands for a node, or for the value of a field, so that no two different ones look alike."""
+    """Append tokens for a node or for the value of a field. Different values give different tokens."""
     if isinstance(value, ast.Constant):
         _write_literal(value.value, tokens)
     elif isinstance(value, ast.AST):
         tokens.append(f"{type(value).__name__}(")
         for name, child in ast.iter_fields(value):
             if isinstance(value, ast.JoinedStr):
-                # Versions cut the text between the fields of an f-string differently.
+                # Python versions split the text between the fields of an f-string differently.
                 child = _joined(child)
-            # Python adds fields, which are empty where what they are for is not used.
+            # Newer Python versions add fields; they are empty unless the new syntax is used.
             if name in _NOT_HASHED or child is None or child == []:
                 continue
             tokens.append(f"{name}=")
@@ -233,7 +235,7 @@ def _write(value: object, tokens: list[str]) -> None:
 
 
 def _write_literal(value: object, tokens: list[str]) -> None:
-    # What `repr` escapes in a string depends on the Unicode of a Python version.
+    # `repr` of a string depends on the Unicode version of Python.
     tokens.append(f"str {len(value)} {value}" if isinstance(value, str) else f"{type(value).__name__} {value!r}")
 
 
