@@ -1,6 +1,6 @@
-"""What SGLang looked like: written by `python -m sglang_dflash.ledger --write`, not by hand.
+"""Record of SGLang's source, written by `python -m sglang_dflash.ledger --write`. Do not edit it.
 
-`FILES` and `FINGERPRINTS` have hashes by path and by symbol; `HOOKED` has the hooks: file, reason and symbol.
+`FILES` has hashes by path and `FINGERPRINTS` by symbol. `HOOKED` lists the hooks: file, reason and symbol.
 """
 
 # fmt: off

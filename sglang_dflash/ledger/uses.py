@@ -1,8 +1,9 @@
-"""The ledger's entries: each symbol of SGLang that this package builds on, which file of ours does, and why.
+"""Entries of the ledger: each symbol of SGLang that this package builds on, the file of ours that does, and why.
 
-It has what we replace, subclass, read by a private name or change, and what ours must follow exactly, but not what is
-only called for what its public name says. An entry names a function, a class (with all its methods), a constant, or an
-attribute: a field of a class, or what its methods assign to `self`. It names the module that defines it.
+The ledger has symbols that we replace, subclass, change or read by a private name, and symbols that our code must
+follow exactly. It leaves out public functions that we only call. An entry is a function, a class with all its methods,
+a constant, or an attribute: a field of a class or an assignment to `self` in its methods. Its path starts with the
+module that defines it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _CAPTURE = "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_st
 
 @dataclass(frozen=True)
 class Use:
-    """What one file of ours builds on.
+    """One use of SGLang by a file of ours.
 
     Attributes:
-        user: the file, in the package.
-        why: what of the symbols it relies on.
+        user: path of the file in the package.
+        why: what the file does with the symbols. `user` is the subject of the sentence.
         symbols: dotted paths.
     """
 
@@ -59,7 +60,7 @@ USES = (
     # --- arguments ----------------------------------------------------------------------------------------------------
     Use(
         "server_args/arguments.py",
-        "how arguments are written and read while they are being resolved",
+        "writes and reads arguments while SGLang resolves them",
         (
             "sglang.srt.arg_groups.overrides.declare_resolution",
             "sglang.srt.arg_groups.model_override_base.resolving_view",
@@ -68,34 +69,34 @@ USES = (
     ),
     Use(
         "server_args/arguments.py",
-        "keeps the most rows of a block where we have put them, in `_max_speculative_num_draft_tokens`",
+        "relies on it to keep the largest draft length in `_max_speculative_num_draft_tokens`",
         ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
     ),
     Use(
         "engine/graphs.py",
-        "the configuration that backends are built by is changed, and changed back",
+        "overrides the configuration while attention backends are built",
         ("sglang.srt.runtime_context.RuntimeContext.override",),
     ),
     Use(
         "draft/runner.py",
-        "the configuration that models are built by is changed, and changed back",
+        "overrides the configuration while the drafter is built",
         ("sglang.srt.runtime_context._ConfigBag.override",),
     ),
-    Use("hook_table.py", "our drafter is registered in it", ("sglang.srt.models.registry._ModelRegistry",)),
+    Use("hook_table.py", "registers the drafter's model class", ("sglang.srt.models.registry._ModelRegistry",)),
     # --- the worker and its cycle -----------------------------------------------------------------------------------
     Use(
         "engine/worker.py",
-        "our worker's base class: what the scheduler asks of a worker",
+        "subclasses it: the interface that the scheduler calls",
         ("sglang.srt.speculative.base_spec_worker.BaseSpecWorker",),
     ),
     Use(
         "engine/worker.py",
-        "the order in which the scheduler sets a worker up, and what it hands over",
+        "relies on the order in which the scheduler sets up a worker, and on what it passes",
         (f"{_SCHEDULER}.maybe_init_draft_worker", f"{_SCHEDULER}.init_model_worker"),
     ),
     Use(
         "engine/worker.py",
-        "who restores the batch that a cycle overwrites, and when a cycle's results are relayed",
+        "relies on who restores the batch that a cycle overwrites, and on when results are relayed",
         (
             f"{_SCHEDULER}.run_batch",
             f"{_SCHEDULER}._forward_isolation",
@@ -109,7 +110,7 @@ USES = (
     ),
     Use(
         "engine/worker.py",
-        "how the scheduler reads a result: the layout of its tokens, its lengths, and what goes on to the next cycle",
+        "makes results as the scheduler reads them: tokens, lengths, and input of the next cycle",
         (
             _RESULT,
             f"{_LOGITS_OUTPUT}.hidden_states",
@@ -122,22 +123,22 @@ USES = (
     ),
     Use(
         "engine/worker.py",
-        "a TARGET_VERIFY batch of blocks is made by it",
+        "makes TARGET_VERIFY batches of blocks with it",
         (f"{_FORWARD_BATCH}.init_new",),
     ),
     Use(
         "engine/worker.py",
-        "which backends make the scheduler wait for exact lengths on the CPU",
+        "relies on which backends make the scheduler wait for exact lengths on the CPU",
         (f"{_OVERLAP}.decide_needs_cpu_seq_lens",),
     ),
     Use(
         "engine/cycle.py",
-        "the drafter's batch is a copy of the target's with lengths of its own",
+        "copies the target's batch for the drafter, with other lengths",
         (f"{_FORWARD_BATCH}.seq_lens", "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"),
     ),
     Use(
         "draft/runner.py",
-        "the drafter's worker is one of these with a configuration of its own",
+        "builds the drafter's worker from these, with its own configuration",
         (
             "sglang.srt.managers.tp_worker.TpModelWorker",
             "sglang.srt.managers.tp_worker.BaseTpWorker",
@@ -148,7 +149,7 @@ USES = (
     ),
     Use(
         "engine/relay.py",
-        "base classes of what travels with a batch",
+        "subclasses them for the inputs that travel with a batch",
         (
             "sglang.srt.speculative.spec_info.SpecInput",
             "sglang.srt.speculative.spec_info.SpecInputType",
@@ -157,7 +158,7 @@ USES = (
     ),
     Use(
         "engine/relay.py",
-        "the scheduler, its batches and the overlap relay read and write the draft input",
+        "makes the draft input that the scheduler, batches and the overlap relay read and write",
         (
             f"{_OVERLAP}.FutureMap",
             f"{_OVERLAP}.RelayPayload",
@@ -171,7 +172,7 @@ USES = (
     ),
     Use(
         "memory/reservation.py",
-        "KV slots of a block are reserved as SGLang counts them",
+        "reserves KV slots of a block as SGLang counts them",
         (
             f"{_SCHEDULE_BATCH}._new_tokens_required_next_decode_spec_v2",
             f"{_SCHEDULE_BATCH}.maybe_evict_swa",
@@ -183,7 +184,7 @@ USES = (
     ),
     Use(
         "memory/pool_sizing.py",
-        "where SGLang is told which layers to capture, and of the drafter whose KV it makes room for",
+        "sets which layers SGLang captures, and the drafter for whose KV it makes room",
         (
             f"{_CAPTURE}.dflash_use_aux_hidden_state",
             f"{_CAPTURE}.dflash_target_layer_ids",
@@ -194,7 +195,7 @@ USES = (
     ),
     Use(
         "memory/pool_sizing.py",
-        "what SGLang leaves beside its pools, from which the cycles' memory is apart",
+        "adds the memory of cycles to what SGLang keeps free next to its pools",
         (
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
             "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb",
@@ -202,7 +203,7 @@ USES = (
     ),
     Use(
         "memory/limits.py",
-        "limits of a request that the scheduler has accepted",
+        "sets token limits of a request after the scheduler has accepted it",
         (
             f"{_PARAMS}.SamplingParams.max_new_tokens",
             f"{_PARAMS}.SamplingParams.min_new_tokens",
@@ -210,7 +211,7 @@ USES = (
     ),
     Use(
         "memory/limits.py",
-        "which tokens of a turn the next one of a session finds in its KV slots",
+        "relies on which tokens of a turn keep their KV for the next turn of a session",
         (
             "sglang.srt.managers.schedule_batch.ReqKvInfo.kv_committed_len",
             "sglang.srt.session.streaming_session.SessionSlot.kv",
@@ -219,18 +220,18 @@ USES = (
     ),
     Use(
         "memory/pool_sizing.py",
-        "no graph is larger than the requests that may run",
+        "limits the batch sizes of graphs to the requests that may run",
         (f"{_GRAPHS}.base_cuda_graph_runner.get_batch_sizes_to_capture",),
     ),
     # --- graphs and attention ---------------------------------------------------------------------------------------
     Use(
         "engine/graphs.py",
-        "a graph returns the tensors that its capture has returned, and holds on to no others",
+        "relies on a replay returning the tensors of the capture, and keeping no others alive",
         ("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",),
     ),
     Use(
         "engine/graphs.py",
-        "the runner of the whole cycle's graphs is one of these: capture, replay and every buffer",
+        "subclasses them for graphs of whole cycles: capture, replay and buffers",
         (
             f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner",
             f"{_GRAPHS}.base_cuda_graph_runner.BaseCudaGraphRunner",
@@ -239,28 +240,32 @@ USES = (
     ),
     Use(
         "engine/graphs.py",
-        "replaced, so that SGLang captures with our runner",
+        "replaces it, so that SGLang captures with our runner",
         (f"{_RUNNER}._decode_cuda_graph_runner_cls",),
     ),
     Use(
         "engine/graphs.py",
-        "replaced, so that there is a row of it per request and not per verified token",
+        "replaces it, so that the buffer has one row per request instead of one per verified token",
         (f"{_RUNNER}.max_shared_logits_buffer_rows", "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput"),
     ),
-    Use("engine/graphs.py", "builds backends for blocks of fewer tokens", (f"{_RUNNER}._get_attention_backend",)),
     Use(
         "engine/graphs.py",
-        "exchanged while blocks of fewer tokens are verified",
+        "builds attention backends for smaller draft lengths with it",
+        (f"{_RUNNER}._get_attention_backend",),
+    ),
+    Use(
+        "engine/graphs.py",
+        "exchanges them while smaller draft lengths are verified",
         (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
     ),
     Use(
         "engine/graphs.py",
-        "when a replay has read what the scheduler may change",
+        "relies on when a replay has read the tensors that the scheduler may change",
         (f"{_ATTENTION}.base_attn_backend.SharedReadEnds", f"{_SCHEDULER}._apply_war_barrier"),
     ),
     Use(
         "attention/plan.py",
-        "FA3's backend lays out blocks on the GPU alone, so that a graph can hold it",
+        "relies on FA3's backend to prepare blocks on the GPU alone, so that a graph can hold it",
         (
             f"{_FA3}.init_forward_metadata_out_graph",
             f"{_FA3}.init_forward_metadata_in_graph",
@@ -275,7 +280,7 @@ USES = (
     ),
     Use(
         "attention/plan.py",
-        "widened, so that rows of a graph's page table hold a block that reaches past the context",
+        "widens a graph's page table for blocks that extend past the context length",
         (
             f"{_FA3}.max_context_len",
             f"{_FA3}.max_num_pages",
@@ -306,7 +311,7 @@ USES = (
     ),
     Use(
         "attention/plan.py",
-        "Triton's backend lays out blocks on the GPU alone, so that a graph can hold it",
+        "relies on Triton's backend to prepare blocks on the GPU alone, so that a graph can hold it",
         (
             f"{_TRITON}.init_forward_metadata_out_graph",
             f"{_TRITON}._init_forward_metadata_out_graph",
@@ -322,7 +327,7 @@ USES = (
     ),
     Use(
         "attention/plan.py",
-        "replaced, so that lists of KV slots have room for chains of drafts and not for trees, one for all widths",
+        "replaces them, so that lists of KV slots have room for chains only, one list for all draft lengths",
         (
             f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
             f"{_FLASHINFER}.FlashInferAttnBackend.cuda_graph_kv_indices",
@@ -333,7 +338,7 @@ USES = (
     ),
     Use(
         "attention/plan.py",
-        "the backend beside full attention finds the slots of states on the GPU alone, so that a graph can hold it",
+        "relies on the backend of linear attention to find state slots on the GPU alone, so that a graph can hold it",
         (
             f"{_ATTENTION}.hybrid_linear_attn_backend.HybridLinearAttnBackend.attn_backend_list",
             f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase.init_forward_metadata_out_graph",
@@ -345,7 +350,7 @@ USES = (
     ),
     Use(
         "attention/plan.py",
-        "slots of a batch over a graph's buffers are translated anew by it, and kept by its plan",
+        "translates KV slots of a batch in a graph's buffers with it, and keeps them in its plan",
         (
             f"{_TRANSLATOR}.bind_runner_slots",
             f"{_TRANSLATOR}.own_plan",
@@ -356,7 +361,7 @@ USES = (
     ),
     Use(
         "attention/fa3.py",
-        "blocks' attention follows it: where it writes KV, what it hands to FA3, and where its output goes",
+        "follows it in the attention of blocks: where KV is written, arguments of FA3, where output goes",
         (
             f"{_FA3}.__init__",
             f"{_FA3}.get_paged_mha_kv_cache",
@@ -370,7 +375,7 @@ USES = (
     ),
     Use(
         "attention/fa3.py",
-        "a block's schedule is computed with it, unless it is switched off",
+        "computes a block's schedule with it, unless it is switched off",
         (
             f"{_FA3}._get_scheduler_metadata",
             f"{_FA3}._disable_scheduler_metadata_precompute",
@@ -379,7 +384,7 @@ USES = (
     ),
     Use(
         "attention/flashinfer_plan.py",
-        "a block's plan is made in the graph, in the buffers of this backend, as it makes it on the host",
+        "makes a block's plan in the graph, in this backend's buffers, as the backend does on the host",
         (
             f"{_FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
             f"{_FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
@@ -396,13 +401,13 @@ USES = (
     ),
     Use(
         "attention/flashinfer_window.py",
-        "leaves the window out of a block's plan, and a split size",
+        "adds the window and the split size, which this leaves out of a block's plan",
         (f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.update_sliding_window",),
     ),
     # --- models and layers ------------------------------------------------------------------------------------------
     Use(
         "engine/hidden_states.py",
-        "what a dense Qwen3-VL captures is set as its method sets it, and where its language model looks for it",
+        "sets the captured layers of a dense Qwen3-VL as its method does, where its language model reads them",
         (
             "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.set_dflash_layers_to_capture",
             "sglang.srt.models.qwen3_vl.Qwen3VLForConditionalGeneration.capture_aux_hidden_states",
@@ -412,7 +417,7 @@ USES = (
     ),
     Use(
         "draft/model.py",
-        "the drafter's layers are these with an attention of their own",
+        "subclasses them for the drafter's layers, with another attention",
         (
             "sglang.srt.models.qwen3.Qwen3DecoderLayer",
             "sglang.srt.models.qwen3.Qwen3Attention",
@@ -420,7 +425,7 @@ USES = (
     ),
     Use(
         "attention/qwen3.py",
-        "norms, RoPE and KV write of a block are computed as these do",
+        "computes norms, RoPE and KV write of a block as these do",
         (
             "sglang.srt.models.utils.apply_qk_norm",
             "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda",
@@ -430,7 +435,7 @@ USES = (
     ),
     Use(
         "ops/small_m_linear.py",
-        "the method of unquantised layers, which is exchanged for a subclass",
+        "exchanges the method of unquantised layers for a subclass",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
             "sglang.srt.layers.quantization.base_config.LinearMethodBase",
@@ -443,7 +448,7 @@ USES = (
     ),
     Use(
         "ops/add_norm.py",
-        "norms, whose dispatch is exchanged for calls with a residual",
+        "exchanges the dispatch of norms for calls with a residual",
         (
             "sglang.srt.layers.layernorm.RMSNorm.__init__",
             "sglang.srt.layers.layernorm._fp8_static_input_scale",
@@ -457,7 +462,7 @@ USES = (
     ),
     Use(
         "draft/shortlist.py",
-        "the weights of an lm_head are read past its method, where that multiplies by them and no more",
+        "reads the weights of an lm_head whose method only multiplies by them",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
             "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding",
@@ -465,7 +470,7 @@ USES = (
     ),
     Use(
         "sglang_dflash_cpu/packed_linear.py",
-        "the methods of unquantised layers and lm_heads, which are exchanged for subclasses",
+        "exchanges the methods of unquantised layers and lm_heads for subclasses",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
             "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
@@ -474,7 +479,7 @@ USES = (
     ),
     Use(
         "attention/trees.py",
-        "attends in place of a target's backend, writes and moves its KV",
+        "computes attention in place of the target's backend, and writes and moves its KV",
         (
             "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
             "sglang.srt.layers.radix_attention.RadixAttention",
@@ -486,7 +491,7 @@ USES = (
     ),
     Use(
         "engine/tree_cycle.py",
-        "adds depths to the positions that SGLang makes of the roots'",
+        "adds the depths of nodes to the positions that SGLang computes from the roots",
         (
             f"{_FORWARD_BATCH}.compute_spec_mrope_positions",
             f"{_FORWARD_BATCH}.mrope_positions",
@@ -494,7 +499,7 @@ USES = (
     ),
     Use(
         "ops/small_m_linear.py",
-        "MLPs that do nothing to gate_up_proj's result but activate it, which is exchanged",
+        "exchanges the activation of MLPs that only activate gate_up_proj's result",
         (
             "sglang.srt.models.llama.LlamaMLP",
             "sglang.srt.models.qwen2.Qwen2MLP",
@@ -505,12 +510,12 @@ USES = (
     ),
     Use(
         "draft/context.py",
-        "the pool's buffers, into which the drafter's keys and values are written",
+        "writes the drafter's keys and values into the pool's buffers",
         ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",),
     ),
     Use(
         "verify/logits.py",
-        "switched off while logits stay in their shards",
+        "switches it off while logits stay in their shards",
         (
             "sglang.srt.layers.logits_processor.LogitsProcessor.do_tensor_parallel_all_gather",
             "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
@@ -519,7 +524,7 @@ USES = (
     # --- sampling -----------------------------------------------------------------------------------------------------
     Use(
         "verify/sampler.py",
-        "tokens of a block are chosen as SGLang chooses one: its sampler, and all that comes before it",
+        "samples the tokens of a block with SGLang's sampler and the steps before it",
         (
             "sglang.srt.layers.sampler.Sampler",
             f"{_RUNNER}.sample",
@@ -531,7 +536,7 @@ USES = (
     ),
     Use(
         "verify/sampler.py",
-        "filled in for every token of the blocks of requests that ask for them, and read of no others",
+        "fills them for every token of a block if the request asks for log probabilities",
         (
             f"{_RESULTS}._apply_decode_logprobs",
             f"{_RESULTS}._normalize_decode_outputs",
@@ -545,7 +550,7 @@ USES = (
     ),
     Use(
         "requests/failing.py",
-        "a request that fails is ended as these end one",
+        "ends a failing request as these do",
         (
             "sglang.srt.layers.sampler.apply_custom_logit_processor",
             f"{_SAMPLING.rpartition('.')[0]}.ProcessorEntry",
@@ -556,7 +561,7 @@ USES = (
     ),
     Use(
         "requests/finishing.py",
-        "a run of tokens is gone through as this goes through one, and answers are cut there",
+        "checks accepted tokens as these check one token, and cuts the output where it ends",
         (
             f"{_REQ}.update_finish_state",
             f"{_REQ}._check_token_based_finish",
@@ -569,7 +574,7 @@ USES = (
     ),
     Use(
         "requests/finishing.py",
-        "reasoning begins with the output, and is counted as far as a run goes",
+        "counts reasoning tokens as these do, for several accepted tokens at once",
         (
             f"{_REQ}.reasoning_tokens",
             f"{_REQ}._think_start_match_len",
@@ -579,7 +584,7 @@ USES = (
     ),
     Use(
         "requests/stop_regex.py",
-        "whether and where a stop_regex ends a request is decided as there",
+        "decides whether and where a stop_regex ends a request as these do",
         (
             f"{_REQ}._locate_str_stop_finished_len",
             f"{_REQ}._stop_match_tail_len",
@@ -589,7 +594,7 @@ USES = (
     ),
     Use(
         "verify/penalties.py",
-        "set anew for a retracted request, and applied to blocks as these define them",
+        "rebuilds them for a retracted request, and applies them to blocks as these define them",
         (
             f"{_SAMPLING}.acc_additive_penalties",
             f"{_SAMPLING}.acc_scaling_penalties",
@@ -601,7 +606,7 @@ USES = (
     ),
     Use(
         "requests/validate.py",
-        "exchanged in a refused request",
+        "changes them in a refused request",
         (
             f"{_REQ}.return_routed_experts",
             f"{_REQ}.return_indexer_topk",
@@ -612,12 +617,12 @@ USES = (
     ),
     Use(
         "requests/validate.py",
-        "every field of it is known to be honoured, or refused",
+        "classifies every field of it as supported or refused",
         (f"{_PARAMS}.SamplingParams",),
     ),
     Use(
         "requests/update_weights.py",
-        "set to the target where a request does not choose",
+        "sets it to the target if the request does not choose",
         (
             f"{_RELOADS}.BeginWeightUpdateReqInput.selector",
             f"{_RELOADS}.UpdateWeightsFromTensorReqInput.selector",
@@ -626,12 +631,12 @@ USES = (
     ),
     Use(
         "requests/admin.py",
-        "handlers of requests are exchanged in its table",
+        "exchanges handlers in its table",
         (f"{_SCHEDULER}._request_dispatcher", "sglang.utils.TypeBasedDispatcher"),
     ),
     Use(
         "requests/admin.py",
-        "rid has the message of an answer that has no field for it; tags are told apart and completed",
+        "puts the message in rid if the answer has no field for it; checks and completes tags",
         (
             f"{_RELOADS}.BaseReq.rid",
             f"{_RELOADS}.ReleaseMemoryOccupationReqInput.tags",
@@ -640,18 +645,18 @@ USES = (
     ),
     Use(
         "requests/update_weights.py",
-        "copied for an update of the target, without the drafter",
+        "copies the updater without the drafter, for an update of the target",
         ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.draft_worker",),
     ),
     Use(
         "requests/update_weights.py",
-        "times an update of the drafter, too",
+        "times updates of the drafter with it",
         ("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",),
     ),
     # --- recurrent targets ------------------------------------------------------------------------------------------
     Use(
         "recurrent/pool.py",
-        "where the inputs of verified tokens take the place of states, and how they are laid out",
+        "stores the inputs of verified tokens where it stores states, in another layout",
         (
             f"{_MAMBA_POOL}.SpeculativeState",
             f"{_MAMBA_POOL}.State",
@@ -664,7 +669,7 @@ USES = (
     ),
     Use(
         "recurrent/verify.py",
-        "which verification reads and writes what of them, and leaves the states alone but for the convolutions'",
+        "relies on what verification reads and writes of them: of the states, only the convolutions'",
         (
             f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.forward_extend",
             f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend._init_target_verify_qkv_routing",
@@ -676,7 +681,7 @@ USES = (
     ),
     Use(
         "ops/reference/delta_rule.py",
-        "rounded as states of decoding requests are",
+        "rounds states as decoding does",
         (
             "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
             "sglang.kernels.ops.attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode_kernel",
@@ -684,7 +689,7 @@ USES = (
     ),
     Use(
         "recurrent/state.py",
-        "which slots a request has, and in which of them the scheduler looks for the state at which boundary",
+        "relies on the state slots of a request, and on the slot in which the scheduler expects each boundary's state",
         (
             "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
             "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.req_index_to_mamba_index_mapping",
@@ -698,12 +703,12 @@ USES = (
     ),
     Use(
         "recurrent/prefix_cache.py",
-        "left out of the batch of a cycle",
+        "leaves them out of the batch of a cycle",
         tuple(f"{_SCHEDULE_BATCH}.mamba_track_{name}" for name in ("indices", "mask", "seqlens")),
     ),
     Use(
         "recurrent/pool.py",
-        "asked for the slots of a running request, and shown no algorithm while it divides memory",
+        "asks it for the state slots per request, and hides the algorithm while it divides memory",
         (
             f"{_CONFIGURATOR}._calculate_mamba_ratio",
             f"{_CONFIGURATOR}.spec_algorithm",
@@ -712,7 +717,7 @@ USES = (
     # --- a machine without a GPU ------------------------------------------------------------------------------------
     Use(
         "sglang_dflash_cpu/torch_native.py",
-        "our backend's base classes",
+        "subclasses them for our backend",
         (
             f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
             f"{_ATTENTION}.base_attn_backend.AttentionBackend",
@@ -720,7 +725,7 @@ USES = (
     ),
     Use(
         "sglang_dflash_cpu/plugin.py",
-        "our backend takes the place of SGLang's, and is added to the deterministic ones",
+        "replaces SGLang's backend, and adds ours to the deterministic ones",
         (
             f"{_ATTENTION}.attention_registry.register_attention_backend",
             "sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices",
@@ -734,7 +739,7 @@ USES = (
     # --- the plugin -------------------------------------------------------------------------------------------------
     Use(
         "plugin.py",
-        "hooked: a server that is asked for DFLASH goes by",
+        "hooked: every DFLASH server calls it",
         (
             "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args",
             f"{_SCHEDULER}.__init__",
@@ -742,7 +747,7 @@ USES = (
     ),
     Use(
         "plugin.py",
-        "when plugins are loaded, and what becomes of a plugin or a hook that fails",
+        "relies on when plugins are loaded, and on how their errors and those of hooks are handled",
         (
             "sglang.srt.plugins.load_plugins",
             "sglang.srt.plugins.hook_registry.HookRegistry",
@@ -753,7 +758,7 @@ USES = (
 
 
 def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
-    """By symbol, who builds on it: `USES`, and the package's hooks as Python has them now, or as they are recorded."""
+    """Return the uses of each symbol: those of `USES` and of the given hooks."""
     by_symbol: dict[str, list[Use]] = defaultdict(list)
     for use in (*hooked, *USES):
         for symbol in use.symbols:
@@ -770,12 +775,12 @@ def hooked() -> tuple[Use, ...]:
 
     source, uses = Source.installed(), []
     for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):
-        # PyTorch's are none of SGLang's.
+        # Hooks into PyTorch are not in the ledger.
         if hook.target.startswith("sglang."):
             user = hook.function.__module__.removeprefix("sglang_dflash.").replace(".", "/")
             symbol = hook.target
             if source.fingerprint(symbol) is None:
-                # Imported to where it is hooked.
+                # The hook's target imports the function from the module that defines it.
                 function = inspect.unwrap(pkgutil.resolve_name(symbol))
                 symbol = f"{function.__module__}.{function.__qualname__}"
             uses.append(Use(f"{user}.py", f"hooked: {hook.why}", (symbol,)))
