@@ -1,12 +1,12 @@
-"""Each Triton kernel of this package alone: microseconds per launch, and what its bytes would take at full bandwidth.
+"""Time each Triton kernel of this package alone, and compare with the time that its bytes take at full bandwidth.
 
     python3 scripts/bench_kernels.py --out scripts/results/kernels_h100
 
-Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter; of recurrent states, those of Qwen3.5-9B.
-Trees are as large as blocks.
-Launches are replayed from a CUDA graph, and take turns over up to 64 inputs: more than the L2 cache holds, where there
-is anything to move. Before it is timed, a kernel is compared with its torch twin in `sglang_dflash.ops.reference`.
-Without a GPU, Triton's interpreter shows that the script works; its times mean nothing:
+Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Recurrent states have those of Qwen3.5-9B.
+Trees have as many nodes as blocks have tokens. Launches are replayed from a CUDA graph. They alternate over up to 64
+inputs, which exceed the L2 cache unless a kernel moves little. Before it is timed, a kernel is compared with its torch
+reference in `sglang_dflash.ops.reference`.
+Without a GPU, Triton's interpreter shows that the script works; its times have no meaning:
 
     TRITON_INTERPRET=1 python3 scripts/bench_kernels.py --batch 1 3 --vocab 2000 --window 64 --context 500 \\
         --out work/kernels
@@ -52,14 +52,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
 TARGET_LAYERS = 36
-# Of each depth of a tree.
+# Per depth of a tree.
 CANDIDATES = 8
 HIDDEN, INTERMEDIATE = 4096, 12288
-# Of Gated DeltaNet layers, and so many of them: more would not change what one takes.
+# Gated DeltaNet layers. More layers would not change the time of one.
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, CONV_PLACES, LINEAR_LAYERS = 16, 32, 128, 3, 4
-# What FlashInfer splits for 4 query heads per KV head on an H100.
+# FlashInfer's split for 4 query heads per KV head on an H100.
 ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
-# Committed rows of a block: 6 and 7 in turn.
+# Committed tokens of a block: alternately 6 and 7.
 ACCEPT_LENGTH = 6.5
 
 
@@ -68,15 +68,15 @@ class Case:
     """One launch.
 
     Attributes:
-        arguments: of the kernel and of its torch twin; outputs are among them, or returned.
-        num_bytes: that must be read or written, each once.
+        arguments: of the kernel and of its torch reference. Outputs are among them, or returned.
+        num_bytes: bytes that must be read or written, each counted once.
     """
 
     arguments: tuple
     num_bytes: float
 
 
-# --- what is launched -----------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -92,7 +92,7 @@ def prepare_block(bs: int, args: argparse.Namespace) -> Case:
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
     target_tokens = integers(args.vocab, bs, BLOCK_SIZE)
-    # A correct draft is the target's token of the row before.
+    # A draft is correct if it is the target's token after the position before.
     block_tokens = target_tokens.roll(1, dims=1)
     wrong = torch.arange(BLOCK_SIZE, device=DEVICE) >= accept_lens(bs)[:, None]
     block_tokens = torch.where(wrong, -1, block_tokens)
@@ -105,7 +105,7 @@ def row_max(bs: int, args: argparse.Namespace) -> Case:
 
 
 def sample_rows(bs: int, args: argparse.Namespace) -> Case:
-    """Of a confident model, whose draws are certain but have to be computed and then checked."""
+    """Make logits of a confident model: the samples are certain, but must be computed and checked."""
     logits = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE).bfloat16()
     best = integers(args.vocab, bs * BLOCK_SIZE)
     maxima = torch.full_like(logits[:, 0], 60.0)
@@ -135,7 +135,7 @@ def top_columns(bs: int, args: argparse.Namespace) -> Case:
 
 
 def grow_trees(bs: int, args: argparse.Namespace) -> Case:
-    """Of texts that have about every second pair of candidates."""
+    """Make trees for texts that contain about every second pair of candidates."""
     shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
     candidates = integers(args.vocab, *shape)
@@ -148,7 +148,7 @@ def grow_trees(bs: int, args: argparse.Namespace) -> Case:
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
     num_bytes = sum(tensor.nbytes for tensor in (*inputs, *vars(trees).values())) + bs * (3 * 8 + BLOCK_SIZE * 4)
     num_bytes += 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
-    # Each request has its own row.
+    # Each request has its own slot.
     rows_of = torch.arange(bs, device=DEVICE)
     return Case((*inputs, tables, is_chain, seq_lens(bs, args), rows_of, slots, trees), num_bytes)
 
@@ -162,7 +162,7 @@ def add_bigrams(bs: int, args: argparse.Namespace) -> Case:
 
 
 def begin_bigrams(bs: int, args: argparse.Namespace) -> Case:
-    """Of prompts that a table has no room for."""
+    """Make prompts as long as the context, at most as long as a table has entries."""
     tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
     length = min(args.context, TABLE_SIZE)
     texts = integers(args.vocab, bs, 1 + length, dtype=torch.int32)
@@ -172,7 +172,7 @@ def begin_bigrams(bs: int, args: argparse.Namespace) -> Case:
 
 
 def accept_paths(bs: int, args: argparse.Namespace) -> Case:
-    """Every second node is on the accepted path."""
+    """Make trees in which every second node is on the accepted path."""
     target_tokens = integers(args.vocab, bs, BLOCK_SIZE)
     node = torch.arange(BLOCK_SIZE, device=DEVICE)
     parents = (node - 2).clamp(min=0).expand(bs, -1)
@@ -184,7 +184,7 @@ def accept_paths(bs: int, args: argparse.Namespace) -> Case:
 
 
 def count_paths(bs: int, args: argparse.Namespace) -> Case:
-    """Every second node is on the accepted path."""
+    """Make trees in which every second node is on the accepted path."""
     paths = (2 * torch.arange(BLOCK_SIZE // 2, device=DEVICE)).repeat(bs, 1)
     tokens = integers(args.vocab, bs, BLOCK_SIZE)
     candidates = tokens.gather(1, paths)[:, 1:, None] + torch.arange(CANDIDATES, device=DEVICE)
@@ -195,7 +195,7 @@ def count_paths(bs: int, args: argparse.Namespace) -> Case:
 
 
 def move_kv(bs: int, args: argparse.Namespace) -> Case:
-    """All layers of the target, and all nodes of a path but the root."""
+    """Move all layers of the target, and all nodes of a path except the root."""
     num_slots = 2 * bs * BLOCK_SIZE
     shape = (2 * TARGET_LAYERS, num_slots, KV_HEADS, HEAD_DIM)
     pool = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
@@ -232,7 +232,7 @@ def split_kv(bs: int, args: argparse.Namespace) -> Case:
 
 
 def divide_keys(bs: int, args: argparse.Namespace) -> Case:
-    """Into chunks of 32 keys and more, with room for two thread blocks of every multiprocessor and KV head."""
+    """Divide keys into chunks of at least 32, with room for two thread blocks per multiprocessor and KV head."""
     lens = seq_lens(bs, args)
     chunks = torch.zeros(max(MAX_ENTRIES, bs), 6, dtype=torch.int32, device=DEVICE)
     part_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
@@ -273,7 +273,7 @@ def qk_norm_rope_set_kv(bs: int, args: argparse.Namespace) -> Case:
         *torch.zeros(2, 2 * num_tokens, KV_HEADS, HEAD_DIM, dtype=qkv.dtype, device=DEVICE),
         False,
     )
-    # Everything is read and written, keys and values twice.
+    # Everything is read once and written once; keys and values are written twice.
     heads = 2 * Q_HEADS + 6 * KV_HEADS
     return Case(arguments, num_tokens * (heads * HEAD_DIM * qkv.itemsize + 4 * HEAD_DIM + 2 * 8))
 
@@ -285,7 +285,7 @@ def add_rms_norm(bs: int, args: argparse.Namespace) -> Case:
 
 
 def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
-    """gate_up of up to eight blocks, on one of four GPUs: it is not used for more."""
+    """Make gate_up of up to eight blocks, on one of four GPUs. It is not used for more blocks."""
     x = torch.randn(BLOCK_SIZE * min(bs, 8), HIDDEN, device=DEVICE).half()
     weight = torch.randn(2 * INTERMEDIATE // 4, HIDDEN, device=DEVICE).half() / HIDDEN**0.5
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
@@ -300,8 +300,10 @@ def shortlist_top(bs: int, args: argparse.Namespace) -> Case:
 
 
 def shortlist(bs: int, args: argparse.Namespace, k: int) -> Case:
-    """Of all rows of blocks but the first, each like tokens of different groups; float16, as Triton's interpreter has
-    no products of bfloat16."""
+    """Make rows of blocks without the first token, each similar to tokens of different groups.
+
+    The dtype is float16 because Triton's interpreter has no products of bfloat16.
+    """
     weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
     size = group_size(CANDIDATES)
     groups = torch.rand(args.vocab // size, bs, BLOCK_SIZE, device=DEVICE).argsort(dim=0)
@@ -317,19 +319,19 @@ def attend_trees(bs: int, args: argparse.Namespace) -> Case:
 
 
 def attend_short_trees(bs: int, args: argparse.Namespace) -> Case:
-    """All of one length, 512 tokens where the longest context is 16384."""
+    """Make trees after one context length: 512 tokens if the longest context is 16384."""
     return attention(torch.full((bs,), args.context // 32, device=DEVICE))
 
 
 def attend_one_long_tree(bs: int, args: argparse.Namespace) -> Case:
-    """One request of twice the longest context among short ones."""
+    """Make one request of twice the longest context, and short ones."""
     lens = torch.full((bs,), args.context // 32, device=DEVICE)
     lens[-1] = 2 * args.context
     return attention(lens)
 
 
 def attention(lens: torch.Tensor) -> Case:
-    """One layer, its slots scattered; float16, as Triton's interpreter has no products of bfloat16."""
+    """Make one layer with scattered KV slots. It is float16: Triton's interpreter has no products of bfloat16."""
     bs, ends = len(lens), (lens + BLOCK_SIZE).cumsum(0).tolist()
     num_slots = ends[-1]
     query = torch.randn(bs * BLOCK_SIZE, Q_HEADS, HEAD_DIM, device=DEVICE).half()
@@ -339,7 +341,7 @@ def attention(lens: torch.Tensor) -> Case:
         row[: end - begin] = torch.arange(begin, end, device=DEVICE)
     slots = torch.randperm(num_slots, device=DEVICE).int()[slots]
     nodes = torch.arange(BLOCK_SIZE, device=DEVICE)
-    # Two chains behind the root, whose nodes take turns.
+    # The root has two chains, whose nodes alternate.
     distance = nodes[:, None] - nodes
     is_ancestor = (distance >= 0) & (distance % 2 == 0) | (nodes == 0)
     ancestors = (is_ancestor.long() << nodes).sum(1).repeat(bs, 1)
@@ -352,7 +354,7 @@ def attention(lens: torch.Tensor) -> Case:
 
 
 def verify_block(bs: int, args: argparse.Namespace) -> Case:
-    """One layer."""
+    """Make one layer."""
     heads = (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
     qkv = torch.randn(bs, BLOCK_SIZE, sum(heads) * KEY_SIZE, device=DEVICE).bfloat16()
     parts = qkv.split([count * KEY_SIZE for count in heads], 2)
@@ -406,7 +408,7 @@ def accept_lens(bs: int) -> torch.Tensor:
     return torch.arange(bs, device=DEVICE) % 2 + math.floor(ACCEPT_LENGTH)
 
 
-# All but `read_clock`, which moves nothing.
+# All kernels but `read_clock`, which moves nothing.
 KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     prepare_block,
     row_max,
@@ -436,7 +438,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     verify_block,
     commit_state,
 ]
-# What is launched for those that are not named as their kernel.
+# Kernels of the entries that have another name.
 OPERATIONS = {
     "attend_short_trees": "attend_trees",
     "attend_one_long_tree": "attend_trees",
@@ -453,17 +455,17 @@ def _empty_kernel():
 
 
 def build(make: Callable[[int, argparse.Namespace], Case], bs: int, args: argparse.Namespace, seed: int) -> Case:
-    """The same seed gives the same inputs, in memory of their own."""
+    """Make the inputs of a seed, in new memory."""
     torch.manual_seed(seed)
     return make(bs, args)
 
 
 def check(name: str, got: Case, want: Case) -> None:
-    """Raise AssertionError unless kernel and torch twin return and leave behind the same, up to rounding."""
+    """Raise AssertionError unless the kernel and its torch reference have the same results, up to rounding."""
     returned = [twin(name, package)(*case.arguments) for package, case in (("kernels", got), ("reference", want))]
     mine, theirs = list(tensors((returned[0], got.arguments))), list(tensors((returned[1], want.arguments)))
     assert len(mine) == len(theirs)
-    # Triton's interpreter truncates to bfloat16 where a GPU rounds; what is float32 may have been bfloat16 on its way.
+    # Triton's interpreter truncates to bfloat16 where a GPU rounds. A float32 result may come from bfloat16 values.
     is_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in theirs)
     bounds = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-7 if is_bfloat16 else 1e-5}
     for a, b in zip(mine, theirs, strict=True):
@@ -478,7 +480,7 @@ def twin(name: str, package: str) -> Callable:
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in arguments or results, but for addresses."""
+    """Yield every tensor in arguments or results, except pointers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, KVBuffers):
@@ -493,7 +495,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Per launch: the median over replays of a graph of launches."""
+    """Return the time per launch: the median over replays of a graph of launches."""
     if DEVICE == "cuda":
         return do_bench_cudagraph(launch, return_mode="median") * 1e3
     start = time.perf_counter()
@@ -522,13 +524,13 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
         "",
         f"    {setup['command']}",
         "",
-        f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} rows of a "
-        f"block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
+        f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} tokens of "
+        f"a block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
         f"tokens, window {setup['window']}; trees of {BLOCK_SIZE} nodes from {BLOCK_SIZE - 1} depths of {CANDIDATES} "
         f"candidates, {TARGET_LAYERS} target layers; short trees follow {setup['context'] // 32} tokens, a long one "
-        f"{2 * setup['context']}. Medians over replays of a CUDA graph of launches; an empty kernel "
-        f"takes {setup['empty_us']:.2f} us in one. Bytes are what must be read or written, once each; the floor is "
-        f"what they take at {setup['bandwidth']} TB/s. Every kernel was compared with its torch twin first.",
+        f"{2 * setup['context']}. Times are medians over replays of a CUDA graph of launches, in which an empty kernel "
+        f"takes {setup['empty_us']:.2f} us. Bytes are those that must be read or written, counted once; the floor is "
+        f"their time at {setup['bandwidth']} TB/s. Every kernel was first compared with its torch reference.",
         "",
         "| kernel | batch | us | kB | floor, us | us / floor |",
         "|---|---|---|---|---|---|",

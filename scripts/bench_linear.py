@@ -1,11 +1,11 @@
-"""What the package's kernel for few rows gains over cuBLAS, for each product of weights that a cycle has.
+"""Compare the package's kernel for few rows with cuBLAS, for each linear layer of a cycle.
 
     python3 scripts/bench_linear.py --out scripts/results/linear_h100
 
-Beside it stand every algorithm that cuBLASLt offers, of which PyTorch takes the first, and the kernel with other tiles.
-Launches are replayed from a CUDA graph and take turns over copies of the weights, more than the L2 cache holds. First
-each shape alone, of Qwen3-8B at one GPU and as shards of two and four; then a layer's products and norms one after
-another, those of the package where it takes them.
+It also measures every algorithm that cuBLASLt offers, of which PyTorch takes the first, and the kernel with other
+tiles. Launches are replayed from a CUDA graph. They alternate over copies of the weights that exceed the L2 cache.
+First comes each shape alone, of Qwen3-8B on one GPU and as shards of two and four. Then comes a layer's sequence of
+linear layers and norms, with the package's kernels where it uses them.
 Without a GPU, Triton's interpreter shows that the script works:
 
     TRITON_INTERPRET=1 python3 scripts/bench_linear.py --rows 3 --shapes "48x300 gated" --out work/linear
@@ -45,21 +45,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 HIDDEN, HEADS, HEAD_DIM = 4096, 32, 128
-# Columns x K of a layer's qkv, o, gate_up (half its columns, as its activation leaves) and down on one, two and four
-# GPUs; the context's fc and its layers' k and v; lm_head.
+# Columns x depth of a layer's qkv, o, gate_up (half its columns, as after its activation) and down on one, two and four
+# GPUs; then the context's fc and its layers' k and v; then lm_head.
 LAYER = ["6144x4096", "4096x4096", "12288x4096 gated", "4096x12288"]
 SHARDS = ["3072x4096", "4096x2048", "6144x4096 gated", "4096x6144", "1536x4096", "4096x1024", "3072x4096 gated"]
 SHAPES = [*LAYER, *SHARDS, "4096x3072", "4096x20480", "10240x4096", "151936x4096"]
-# Of cuBLASLt's, which knows fewer for most shapes.
+# Most algorithms to ask cuBLASLt for, which has fewer for most shapes.
 MOST_ALGORITHMS = 16
 EPS = 1e-6
-# What a block of threads may have of an H100's; checked before anything is compiled.
+# Shared memory of an H100 that a thread block may use. Checked before anything is compiled.
 SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the kernel is cut: tiles of `columns` x `depth` weights, `stages` of them in flight."""
+    """Tiles of the kernel: `columns` x `depth` weights, `stages` of them in flight."""
 
     columns: int
     depth: int
@@ -76,13 +76,13 @@ class Tiles:
 TILES = [
     tiles
     for tiles in itertools.starmap(Tiles, itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 6)))
-    # Fewer bytes in flight cannot keep the memory busy, whatever else is chosen.
+    # Fewer bytes in flight cannot saturate the memory bandwidth.
     if tiles.columns * tiles.depth * tiles.stages * 2 >= 32 * 1024
 ]
 
 
 def activated(out: torch.Tensor, is_gated: bool) -> torch.Tensor:
-    """As SGLang does it behind a gated product."""
+    """Return the activation that SGLang computes after a gated layer."""
     if not is_gated:
         return out
     if DEVICE == "cpu":
@@ -98,7 +98,7 @@ def library_product(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> to
 
 
 def library_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
-    """As SGLang does it between a layer's parts."""
+    """Compute the norm between a layer's parts as SGLang does."""
     if DEVICE == "cpu":
         add_rms_norm_reference(x, residual, weight, EPS, 0.0, False)
         return
@@ -108,13 +108,13 @@ def library_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) 
 
 
 def check(name: str, linear: Callable[[], torch.Tensor], want: torch.Tensor) -> None:
-    """Raise AssertionError unless a result is right."""
+    """Raise AssertionError unless a result is correct."""
     error = (linear().float() - want.float()).norm() / want.float().norm()
     assert error < 2**-7, f"{name}: off by {error}"
 
 
 def microseconds(launch: Callable[[int], object], copies: int) -> float:
-    """Per launch: the median of replays of a graph that goes over all copies of the weights."""
+    """Return the time per launch: the median over replays of a graph that uses all copies of the weights."""
     if DEVICE == "cpu":
         launch(0)
         return math.nan
@@ -143,14 +143,14 @@ def parse(shape: str) -> tuple[int, int, bool]:
 
 
 def known_shape(text: str) -> str:
-    """Of a command line."""
+    """Return an argument of the command line that is a shape."""
     if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*( gated)?", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not COLUMNSxDEPTH or 'COLUMNSxDEPTH gated'")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected COLUMNSxDEPTH or 'COLUMNSxDEPTH gated'")
     return text
 
 
 def linears(rows: int, shape: str) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]]:
-    """What is compared, by name."""
+    """Yield the implementations to compare, by name."""
     num_columns, size_k, is_gated = parse(shape)
     yield "cuBLAS", partial(library_product, is_gated=is_gated)
     if DEVICE == "cuda":
@@ -172,7 +172,7 @@ def measure(rows: int, shape: str) -> dict:
     copies = 1 + 2 * cache // (num_columns * (1 + is_gated) * size_k * 2)
     torch.manual_seed(0)
     x = torch.randn(rows, size_k, device=DEVICE).to(DTYPE)
-    # Small enough that an activation stays where it bends.
+    # Small weights, so that activations are in the nonlinear range.
     weights = [torch.randn(num_columns * (1 + is_gated), size_k, device=DEVICE) for _ in range(copies)]
     weights = [(weight / size_k**0.5).to(DTYPE) for weight in weights]
     want = reference(x, weights[0], is_gated)
@@ -185,7 +185,7 @@ def measure(rows: int, shape: str) -> dict:
 
 
 def measure_layer(rows: int) -> dict[str, float]:
-    """Microseconds of a layer's four products and two norms, one after another."""
+    """Return the microseconds of a layer's four products and two norms in sequence."""
     copies, q_size = 4, HEADS * HEAD_DIM
     torch.manual_seed(0)
     shapes = [parse(shape) for shape in LAYER]
@@ -250,7 +250,7 @@ def with_speed(row: dict, name: str) -> tuple[str, str]:
 
 
 def fastest(us: dict[str, float], prefix: str) -> tuple[str, str]:
-    """Of those whose name begins so: microseconds, and the rest of its name."""
+    """Return the smallest time among names with the prefix, and the rest of its name."""
     names = [name for name in us if name.startswith(prefix)]
     best = min(names, key=us.get, default=None)
     return ("", "") if best is None else (f"{us[best]:.1f}", best.removeprefix(prefix))
@@ -269,14 +269,14 @@ def main() -> None:
     }
     few_rows = [rows for rows in args.rows if rows <= MAX_ROWS]
     if DEVICE == "cuda" and few_rows:
-        # Fill Triton's cache on all cores before anything is timed.
+        # Fill Triton's cache on all cores before the first measurement.
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
             list(processes.map(compile_one, *zip(*itertools.product(TILES, few_rows, (False, True)), strict=True)))
     measured, layers = [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        """What has been measured is kept, whatever comes after."""
+        """Save the measurements so far, so that a later failure loses none."""
         results = {"setup": setup, "runs": measured, "layers": layers}
         Path(f"{args.out}.json").write_text(json.dumps(results) + "\n")
         Path(f"{args.out}.md").write_text(report(setup, measured, layers, args.out.name.replace("_", " ")))

@@ -1,20 +1,20 @@
-"""No speculation, SGLang's in-tree DFLASH and this package, over everything that matters, in one command.
+"""Compare no speculation, SGLang's in-tree DFLASH and this package in one command.
 
-On a CPU, the tiny pair that this package ships:
+On a CPU, with the tiny pair that this package ships:
 
     python3 scripts/bench_sweep.py --concurrency 1 4 16 64 --requests 64 --new-tokens 64 --out work/tiny_pair_cpu
 
-On a GPU, decoding alone, with dummy weights in the shape of real models and simulated acceptance:
+On a GPU, decoding alone. Weights are dummies in the shape of real models, and acceptance is simulated:
 
     python3 scripts/bench_sweep.py --measure decode --pairs qwen3-8b small --concurrency 1 8 32 \\
         --backends fa3 flashinfer triton --new-tokens 384 --out work/decode
 
-What a cycle costs as the context grows, with a window on the drafter's part of it and without:
+Cost of a cycle as the context grows, with a window for the drafter and without:
 
     python3 scripts/bench_sweep.py --measure decode --pairs small --modes in-tree ours --concurrency 1 \\
         --prompt-tokens 512 8192 32768 65536 131000 --draft-windows none 4096 --new-tokens 384 --out work/growth
 
-Servers over HTTP, asked by SGLang's own `bench_serving`, over clients and over arrivals per second:
+HTTP servers, measured by SGLang's own `bench_serving`, for numbers of clients and arrival rates:
 
     python3 scripts/bench_sweep.py --measure serving --pairs qwen3-8b --concurrency 1 8 32 64 --prompt-tokens 512 \\
         --new-tokens 256 --out work/serving
@@ -26,9 +26,9 @@ With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench;
     python3 scripts/bench_sweep.py --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --datasets gsm8k.jsonl \\
         --concurrency 1 2 4 8 16 32 64 --new-tokens 2048 --chat-arguments '{"enable_thinking": false}'
 
-Every engine or server is a process of its own. Those that are compared live side by side and take turns, so that drift
-hits all of them. OUT.json keeps what is measured: the same command, or one with more pairs, backends or lengths, goes
-on where it was stopped. OUT.md and OUT.png show it.
+Every engine or server is a process of its own. Those that are compared run at the same time and take turns, so that
+drift affects all of them. OUT.json keeps the measurements. The same command, or one with more pairs, backends or
+lengths, continues where it was stopped. OUT.md and OUT.png show the measurements.
 """
 
 from __future__ import annotations
@@ -57,35 +57,34 @@ from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
 _METHODS = {
-    "requests": "Requests from as many clients as the concurrency says, each waiting for its answer, after a round "
-    "that is not measured; token ids in and out. TTFT and TPOT are medians over the requests of a repeat; a cycle is "
-    "what a request waits for its next tokens, prefills of others included.",
-    "decode": "Steady greedy decoding of a whole batch: what a long answer costs more than a short one. Prompts come "
-    "from the radix cache.",
-    "serving": "HTTP servers, asked by `python -m sglang.bench_serving`, whose figures these are: tokens/s of the "
-    "output, and medians of TTFT, TPOT and ITL. Before each run the server is warmed up by as many requests as there "
-    "are clients, and its radix cache is emptied. Prompts of random tokens get answers of the full length; others may "
-    "end earlier.",
+    "requests": "There are as many clients as the concurrency says, and each waits for its answer. A first round is "
+    "not measured. Requests and answers are token ids. TTFT and TPOT are medians over the requests of a repeat. A "
+    "cycle is the time that a request waits for its next tokens, with prefills of other requests.",
+    "decode": "Steady greedy decoding of a whole batch: a long answer minus a short one. Prompts come from the radix "
+    "cache.",
+    "serving": "HTTP servers, measured by `python -m sglang.bench_serving`: output tokens/s, and medians of TTFT, TPOT "
+    "and ITL. Before each run as many requests as there are clients warm up the server, and its radix cache is "
+    "emptied. Answers to random tokens have the full length; others may end earlier.",
 }
 _SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths")
 
-# Who takes turns, and under what.
+# Engines that take turns, and their load.
 Round = tuple[list[Candidate], Load]
 
 
 def plan(args: argparse.Namespace) -> list[list[Candidate]]:
-    """Groups of engines that live side by side.
+    """Return groups of engines that run at the same time.
 
     Raises:
-        ValueError: naming the flag.
+        ValueError: a flag cannot be used. The message names it.
     """
     by_target: dict[str, list[Pair]] = {}
     for name in args.pairs:
         pair = find_pair(name)
         if pair.drafter in NORMAL_DRAFTERS and ("in-tree" in args.modes or args.measure == "serving"):
             raise ValueError(
-                f"--pairs {name}: its drafter is loaded by an update, which the in-tree worker has not and --measure "
-                "serving does not ask for."
+                f"--pairs {name}: its drafter is loaded by a weight update, which neither the in-tree worker nor "
+                "--measure serving supports: use --modes none ours, and another --measure."
             )
         by_target.setdefault(pair.target, []).append(pair)
     units = []
@@ -111,19 +110,19 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
 
 
 def make_serving(args: argparse.Namespace) -> Serving | None:
-    """None unless servers are measured.
+    """Return the options of servers; None unless servers are measured.
 
     Raises:
-        ValueError: naming the flag.
+        ValueError: a flag cannot be used. The message names it.
     """
     if args.measure != "serving":
         return None
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError("--measure serving: SGLang's bench_serving imports `datasets`, which is not installed.")
+        raise ValueError("--measure serving: SGLang's bench_serving needs the package `datasets`: install it.")
     if args.chat_arguments and args.api != "sglang-oai-chat":
-        raise ValueError(f"--chat-arguments: with --measure serving they need --api sglang-oai-chat, not {args.api}.")
+        raise ValueError(f"--chat-arguments: --measure serving needs --api sglang-oai-chat for them, not {args.api}.")
     if args.new_tokens < 4:
-        raise ValueError(f"--new-tokens {args.new_tokens}: bench_serving wants 4 or more.")
+        raise ValueError(f"--new-tokens {args.new_tokens}: bench_serving needs at least 4.")
     return Serving(
         api=args.api,
         request_rates=sorted(args.request_rates, key=lambda rate: rate or math.inf),
@@ -133,7 +132,7 @@ def make_serving(args: argparse.Namespace) -> Serving | None:
 
 
 def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) -> list[list[Candidate]]:
-    """What stays together of one target: engines with the same drafter, block size, window, backend and ranks.
+    """Return the engines of one target, in units of one drafter, block size, window, backend and number of GPUs.
 
     No speculation is measured once for all drafters, block sizes and windows.
     """
@@ -166,7 +165,7 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
         return [Prompts(None, tokens) for tokens in args.prompt_tokens or [512]]
     datasets = args.datasets or ([TINY_PROMPTS] if pair == PAIRS["tiny"] else [])
     if not datasets:
-        raise ValueError(f"--datasets: needed, as drafts of {pair.drafter} are only as good as on real text.")
+        raise ValueError(f"--datasets: needed, because acceptance of {pair.drafter} depends on real text.")
     if args.measure == "serving":
         return [prompts for dataset in datasets for prompts in served_prompts(args, dataset)]
     for dataset in datasets:
@@ -174,17 +173,17 @@ def make_prompts(args: argparse.Namespace, pair: Pair) -> list[Prompts]:
         read_dataset(dataset)
     if args.measure == "decode" and (args.accept_length is None or not args.prompt_tokens):
         raise ValueError(
-            "--measure decode: with trained weights it needs --accept-length, as its answers run on behind their ends, "
-            "where drafting is easy; and --prompt-tokens, as its requests decode in step."
+            "--measure decode: trained weights need --accept-length, because answers continue after their ends, where "
+            "drafting is easy. They need --prompt-tokens, because the requests decode in step."
         )
     return [Prompts(dataset, tokens) for dataset in datasets for tokens in args.prompt_tokens or [None]]
 
 
 def served_prompts(args: argparse.Namespace, dataset: str) -> list[Prompts]:
-    """What bench_serving can ask of a dataset.
+    """Return the prompts that bench_serving can make of a dataset.
 
     Raises:
-        ValueError: naming the flag.
+        ValueError: a flag cannot be used. The message names it.
     """
     if dataset == RANDOM_IDS:
         return [Prompts(None, tokens) for tokens in args.prompt_tokens or [512]]
@@ -195,7 +194,7 @@ def served_prompts(args: argparse.Namespace, dataset: str) -> list[Prompts]:
         if args.own_lengths:
             raise ValueError(f"--own-lengths: {dataset} has no answers.")
     if name in ("custom", "openai") and args.prompt_tokens:
-        raise ValueError(f"--prompt-tokens: bench_serving cuts ShareGPT's format only, and {dataset} is in {name}'s.")
+        raise ValueError(f"--prompt-tokens: bench_serving cuts only ShareGPT's format; {dataset} is in {name}'s.")
     if name == "openai" and args.api != "sglang-oai-chat":
         raise ValueError(f"--api {args.api}: the requests of {dataset} are for sglang-oai-chat.")
     if args.prompt_tokens and args.own_lengths:
@@ -209,7 +208,7 @@ def check_file(dataset: str) -> None:
 
 
 def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Results) -> None:
-    """Measure what `results` does not have yet."""
+    """Measure everything that `results` does not have yet."""
     todo = [rounds_of(group, results) for group in groups]
     total = sum(len(candidates) * args.repeats for rounds in todo for candidates, _ in rounds)
     with tqdm(total=total, unit="run", smoothing=0) as progress:
@@ -219,7 +218,7 @@ def run(groups: list[list[Candidate]], args: argparse.Namespace, results: Result
 
 
 def rounds_of(group: list[Candidate], results: Results) -> list[Round]:
-    """What has not been measured of all who take turns."""
+    """Return the loads that are not measured yet, each with the engines that take turns."""
     by_workload: list[list[Candidate]] = []
     for candidate in group:
         same = next((others for others in by_workload if others[0].workload == candidate.workload), None)
@@ -240,7 +239,7 @@ def key_of(candidate: Candidate, load: Load) -> dict:
 
 
 def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Results, progress: tqdm) -> None:
-    """Start the engines of one group, let them take turns, and stop them."""
+    """Start the engines of one group, measure them in turns, and stop them."""
     group: list[Candidate] = []
     for candidates, _ in rounds:
         group += [candidate for candidate in candidates if candidate not in group]
@@ -275,7 +274,7 @@ def take_turns(
 
 
 def describe_setup(args: argparse.Namespace) -> dict:
-    """What has to be the same for figures that stand in one report."""
+    """Return the settings that all figures of a report must share."""
     return {
         "hardware": hardware(args.device),
         "versions": versions(),
@@ -295,7 +294,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
 
 
 def write_report(results: Results, out: Path, chart: bool) -> None:
-    """OUT.md, and OUT.png where a chart is wanted."""
+    """Write OUT.md, and OUT.png if a chart is asked for."""
     if chart:
         draw(results, Path(f"{out}.png"))
     text = markdown(results, out.name.replace("_", " "), f"{out.name}.png" if chart else None)
@@ -305,7 +304,7 @@ def write_report(results: Results, out: Path, chart: bool) -> None:
 
 def yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text} is neither yes nor no")
+        raise argparse.ArgumentTypeError(f"{text}: expected yes or no")
     return text == "yes"
 
 
@@ -319,16 +318,16 @@ def rate(text: str) -> float | None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"of {', '.join(PAIRS)}, or TARGET:DRAFTER")
+    parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"names of {', '.join(PAIRS)}, or TARGET:DRAFTER")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; the in-tree worker needs a GPU")
-    parser.add_argument("--backends", nargs="+", help=f"attention; default: {_BACKENDS[device][0]}")
+    parser.add_argument("--backends", nargs="+", help=f"attention backends; default: {_BACKENDS[device][0]}")
     parser.add_argument("--concurrency", nargs="+", type=positive, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompt-tokens", nargs="+", type=positive, help="cut prompts to these lengths")
     parser.add_argument(
         "--datasets",
         nargs="+",
-        help="JSONL files, and for --measure serving those of bench_serving too: ShareGPT's JSON, JSONL of "
-        f"conversations or of OpenAI requests, and {RANDOM_IDS}; the tiny pair has prompts of its own",
+        help="JSONL files. --measure serving also takes those of bench_serving: ShareGPT's JSON, JSONL of "
+        f"conversations or of OpenAI requests, and {RANDOM_IDS}. The tiny pair has its own prompts",
     )
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--block-sizes", nargs="+", type=positive, default=[None], help="default: the drafter's")
@@ -337,10 +336,10 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=number_or_none,
         default=[None],
-        help="context tokens that drafters see; none: all",
+        help="context tokens that drafters see; none: all of them",
     )
     parser.add_argument(
-        "--trees", nargs="+", type=number_or_none, default=[None], help="nodes of the trees of drafts; none: chains"
+        "--trees", nargs="+", type=number_or_none, default=[None], help="nodes of draft trees; none: chains"
     )
     parser.add_argument("--measure", choices=list(_METHODS), default="requests")
     parser.add_argument("--repeats", type=positive, default=3)
@@ -350,53 +349,51 @@ def make_parser() -> argparse.ArgumentParser:
         help="answers per run of --measure requests or serving; default: 4 per client, and at least 16",
     )
     parser.add_argument("--new-tokens", type=positive, default=128)
-    parser.add_argument(
-        "--temperatures", nargs="+", type=temperature, default=[0.0], help="--measure requests: of answers"
-    )
-    parser.add_argument("--plain-tokens", type=positive, default=96, help="--measure decode: without speculation")
+    parser.add_argument("--temperatures", nargs="+", type=temperature, default=[0.0], help="for --measure requests")
+    parser.add_argument("--plain-tokens", type=positive, default=96, help="for --measure decode: without speculation")
     parser.add_argument(
         "--engine-arguments",
         type=json_object,
         default={},
-        help='JSON, of every engine besides what is compared; {"disable_prefill_cuda_graph": false} gives them back '
-        "SGLang's CUDA graphs of prefills, which take a while to capture",
+        help='JSON object of arguments for every engine; {"disable_prefill_cuda_graph": false} restores SGLang\'s CUDA '
+        "graphs of prefills, which take a while to capture",
     )
     serving = parser.add_argument_group("--measure serving")
     serving.add_argument("--api", choices=APIS, default=APIS[0], help="bench_serving's --backend")
     serving.add_argument(
-        "--request-rates", nargs="+", type=rate, default=[None], help="arrivals per second; inf: as clients are free"
+        "--request-rates", nargs="+", type=rate, default=[None], help="arrivals per second; inf: when a client is free"
     )
     serving.add_argument(
-        "--context-tokens", type=positive, default=2048, help="leave out longer prompts and answers of a dataset"
+        "--context-tokens", type=positive, default=2048, help="leave out longer prompts with answers of a dataset"
     )
     serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
     parser.add_argument(
-        "--accept-length", type=float, help="simulated; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
+        "--accept-length", type=float, help="to simulate; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
     )
     parser.add_argument(
         "--adaptive",
         nargs="*",
         type=yes_or_no,
         default=[False],
-        help="serve with --speculative-adaptive; with `no yes` without it, too",
+        help="serve with --speculative-adaptive; `no yes` measures both",
     )
-    parser.add_argument("--chat-arguments", type=json_object, default={}, help="JSON, for the chat template")
+    parser.add_argument("--chat-arguments", type=json_object, default={}, help="JSON object for the chat template")
     parser.add_argument(
-        "--together", type=positive, help="engines alive at a time; default: what 80 GB hold of an 8B model"
+        "--together", type=positive, help="engines that run at a time; default: what 80 GB hold of an 8B model"
     )
     parser.add_argument("--device", choices=list(_BACKENDS), default=device)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
     parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
-    parser.add_argument("--no-chart", action="store_true", help="where matplotlib is missing")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write OUT.md and OUT.png of OUT.json")
+    parser.add_argument("--no-chart", action="store_true", help="if matplotlib is not installed")
+    parser.add_argument("--report", action="store_true", help="only write OUT.md and OUT.png from OUT.json")
     return parser
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line.
+    """Parse the command line.
 
     Raises:
-        ValueError: naming the flag, where argparse itself does not exit with its name.
+        ValueError: a flag cannot be used. The message names it. For other errors argparse exits.
     """
     args = make_parser().parse_args(argv)
     args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
@@ -404,16 +401,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     defaults = make_parser().parse_args([])
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
-            raise ValueError(f"--{name.replace('_', '-')}: for --measure serving only.")
+            raise ValueError(f"--{name.replace('_', '-')}: only for --measure serving.")
     if args.temperatures != [0.0] and args.measure != "requests":
-        raise ValueError("--temperatures: for --measure requests only.")
+        raise ValueError("--temperatures: only for --measure requests.")
     for name in args.engine_arguments:
         if name in OWN_ARGUMENTS or name.startswith("speculative_"):
-            raise ValueError(f"--engine-arguments: {name} is for the sweep to choose.")
+            raise ValueError(f"--engine-arguments: the sweep sets {name} itself; leave it out.")
     if args.device == "cpu" and "in-tree" in args.modes:
-        raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU.")
+        raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU; leave it out.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is missing: use --no-chart, and --report where it is installed.")
+        raise ValueError("matplotlib is not installed: use --no-chart, and --report on a machine that has it.")
     return args
 
 
@@ -429,7 +426,7 @@ def main() -> None:
             results = Results(data, describe_setup(args))
     except (OSError, ValueError) as error:
         sys.exit(f"bench_sweep.py: {error}")
-    # A sweep that is ended from outside ends its engines too.
+    # SIGTERM must also end the engines, in `finally` clauses.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if not args.report:

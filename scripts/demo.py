@@ -1,4 +1,4 @@
-"""The client of demo.sh: streams an answer to the terminal, marks what was drafted, and compares two answers."""
+"""Client of demo.sh: streams an answer to the terminal, marks the drafts, and compares two answers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import requests
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 START_SECONDS = 240
-# A token of which only some bytes are there yet.
+# Decoded for a token that has only some bytes of a character.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a pair is asked.
+    """A question for a pair.
 
     Attributes:
-        text: the question that is asked unless another is given.
-        warm_up: one that is asked first, and not timed.
-        is_chat: put it into the target's chat template, and stop where the answer ends.
-        new_tokens: tokens of an answer at most.
-        runs: how often it is asked; the fastest counts.
+        text: the question, unless the user gives another.
+        warm_up: a question that is asked first and not timed.
+        is_chat: use the target's chat template, and stop at the end of the answer.
+        new_tokens: most tokens of an answer.
+        runs: number of times that it is asked; the fastest counts.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Question:
     runs: int
 
     def body(self, text: str, tokenizer: PreTrainedTokenizerBase) -> dict:
-        """Of the request: greedy, streamed."""
+        """Return the body of a greedy, streamed request."""
         if self.is_chat:
             message = {"role": "user", "content": text}
             text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
@@ -46,7 +46,7 @@ class Question:
         return {"text": text, "sampling_params": sampling, "stream": True}
 
 
-# Continuations and answers are easy to read, and drafted about as well as those of the average prompt.
+# The answers are easy to read, and are accepted about as well as those to the average prompt.
 CODE = Question(
     text="    def __iter__(self):\n        return self\n\n    @property",
     warm_up="class PriorityQueue(Queue):",
@@ -77,7 +77,7 @@ def main() -> None:
     ask_parser.add_argument("--pid", type=int, required=True, help="the server's process")
     ask_parser.add_argument("--tokenizer", type=Path, required=True, help="the target's folder")
     ask_parser.add_argument("--result", type=Path, required=True)
-    ask_parser.add_argument("--question", help="instead of the pair's own")
+    ask_parser.add_argument("--question", help="replaces the pair's question")
     ask_parser.add_argument("--plain", action="store_true", help="brackets instead of colours")
     ask_parser.set_defaults(run=ask)
     compare_parser = commands.add_parser("compare", help="a table of two results")
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
-    """Ask a server that is starting, and write the numbers of the fastest answer to `args.result`."""
+    """Ask a server that is starting, and write the figures of the fastest answer to `args.result`."""
     http = requests.Session()
     http.trust_env = False
     started = time.monotonic()
@@ -101,7 +101,7 @@ def ask(args: argparse.Namespace) -> None:
     served_by = f"sglang-dflash {worker['version']}, {worker['worker']}" if worker else "no speculation"
     print(f"[{args.name}] ready after {time.monotonic() - started:.0f} s, served by: {served_by}")
     if (args.name == "dflash") != bool(worker):
-        sys.exit("DFLASH is served by another worker, or where it was not asked for.")
+        sys.exit("DFLASH is not served by sglang-dflash, or is served without being asked for.")
 
     question = QUESTIONS[args.pair]
     text = question.text if args.question is None else args.question
@@ -128,7 +128,7 @@ def ask(args: argparse.Namespace) -> None:
 
 
 class TokenView:
-    """Prints an answer while it is streamed, and marks the drafts that were accepted; the rest the target chose."""
+    """Printer of a streamed answer that marks accepted drafts. The target chose the other tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, coloured: bool):
         self.tokenizer = tokenizer
@@ -140,17 +140,17 @@ class TokenView:
 
     def legend(self) -> str:
         how = "green" if self.coloured else "in [brackets]"
-        return f"{how}: drafted, and accepted by the target; all else: what the target chose itself"
+        return f"{how}: drafted and accepted; the target chose the other tokens itself"
 
     def dim(self, text: str) -> str:
         return f"\033[2m{text}\033[0m" if self.coloured else text
 
     def show(self, chunk: dict) -> None:
-        """Print what a chunk adds: a cycle's tokens are its accepted drafts and then one of the target's own."""
+        """Print the tokens that a chunk adds. A cycle's tokens are its accepted drafts, then one of the target's."""
         new = chunk["output_ids"][len(self.tokens) :]
         num_drafts = max(0, len(new) - 1)
         if chunk["meta_info"]["finish_reason"] is not None:
-            # The last cycle may have been cut among its drafts; only now SGLang says how many there were.
+            # The last cycle may have been cut among its drafts. Only the last chunk has the total.
             num_drafts = chunk["meta_info"].get("spec_num_correct_drafts", 0) - self.num_drafts
         self.num_drafts += num_drafts
         self.num_chunks += 1
@@ -159,7 +159,7 @@ class TokenView:
             self._print(is_draft=i < num_drafts)
 
     def end(self, num_cycles: int) -> None:
-        """After the last chunk, of an answer that took so many decode cycles."""
+        """Finish the output of an answer that took `num_cycles` decode cycles."""
         self._mark(False)
         num_joined = num_cycles + 1 - self.num_chunks
         if num_joined > 0:
@@ -181,7 +181,7 @@ class TokenView:
 
 
 def answer(http: requests.Session, url: str, body: dict, view: TokenView | None = None) -> dict:
-    """Stream one answer, to the terminal if there is a `view`; its text and numbers."""
+    """Stream one answer, to the terminal if there is a `view`. Return its text and figures."""
     chunk, sent = {}, time.perf_counter()
     for chunk in stream(http, url, body):
         if view:
@@ -205,7 +205,7 @@ def answer(http: requests.Session, url: str, body: dict, view: TokenView | None 
 
 
 def stream(http: requests.Session, url: str, body: dict) -> Iterator[dict]:
-    """The chunks of an answer; each has all of it so far."""
+    """Yield the chunks of an answer. Each chunk contains the answer so far."""
     with http.post(f"{url}/generate", json=body, stream=True, timeout=300) as response:
         if response.status_code != 200:
             sys.exit(f"{response.status_code}: {response.text}")
@@ -213,7 +213,7 @@ def stream(http: requests.Session, url: str, body: dict) -> Iterator[dict]:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 chunk = json.loads(line.removeprefix(b"data: "))
                 if "error" in chunk:
-                    # Of a stream that has begun, as its status says.
+                    # The HTTP status of a stream is sent before its errors.
                     sys.exit(f"{chunk['error']['code']}: {chunk['error']['message']}")
                 yield chunk
 
@@ -243,7 +243,7 @@ def is_running(pid: int) -> bool:
 
 
 def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
-    """Print both servers' numbers; exits with an error if DFLASH changed the text where it must not."""
+    """Print the figures of both servers. Exit with an error if DFLASH changed the text on a CPU."""
     dflash, plain = (json.loads(file.read_text()) for file in (dflash_file, plain_file))
     print(f"\n{'':24}{'DFLASH':>12}{'plain':>12}")
     for label, field, digits in (
@@ -259,14 +259,14 @@ def compare(pair: str, dflash_file: Path, plain_file: Path) -> None:
     speedup = plain["seconds"] / dflash["seconds"]
     print(f"{'speed-up':24}{f'{speedup:.2f}x':>24}")
     if not QUESTIONS[pair].is_chat:
-        print("\nThe pair is tiny: its text shows that both agree, not what a good model writes.")
+        print("\nThe pair is tiny: its text shows that both agree, not how well a real model writes.")
     if speedup < 1:
         print(
             f"\nSpeculation is slower here: a cycle takes {dflash['cycle_ms'] / plain['cycle_ms']:.1f} plain steps "
-            f"and yields {dflash['accept_length']:.1f} tokens. A CPU, above all a busy one, has little idle "
-            "arithmetic to verify drafts with; a GPU has."
+            f"and yields {dflash['accept_length']:.1f} tokens. A CPU has little idle arithmetic to verify drafts with, "
+            "least of all when it is busy; a GPU has more."
         )
-    # In bf16, a tie between two tokens may fall differently where the GPU sums in another order.
+    # On a GPU in bf16, near-equal logits may be ordered differently because sums are computed in another order.
     if not same and dflash["device"] == "cpu":
         sys.exit("DFLASH changed the text.")
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A question, answered by real SGLang servers with DFLASH and without: the same text, and which tokens were drafted.
+# Ask SGLang servers with DFLASH and without the same question, compare the texts, and show the drafted tokens.
 #
 #   usage: demo.sh [--pair smollm2|tiny|hybrid] [--plain] [QUESTION]
 #
-#   --pair smollm2   SmolLM2-135M-Instruct chats (the default); its weights are fetched once, 93 MB
-#   --pair tiny      4 million parameters, which come with this package, continue Python code
-#   --pair hybrid    0.9 million, likewise: a target of Qwen3.5's class, most of whose layers keep a state in place of KV
+#   --pair smollm2   SmolLM2-135M-Instruct, a chat model (default); its weights are downloaded once, 93 MB
+#   --pair tiny      4 million parameters, in this repository; continues Python code
+#   --pair hybrid    0.9 million parameters, in this repository; a target of Qwen3.5's class with recurrent layers
 #   --plain          brackets instead of colours
 set -euo pipefail
 
@@ -46,7 +46,7 @@ CLIENT=
 
 stop_server() {
     [ -n "$SERVER" ] || return 0
-    # Its process group: the HTTP server, the scheduler and the detokenizer.
+    # The process group has the HTTP server, the scheduler and the detokenizer.
     kill -TERM -- "-$SERVER" 2>/dev/null || true
     sleep 1
     kill -KILL -- "-$SERVER" 2>/dev/null || true
@@ -66,7 +66,7 @@ trap 'exit 130' INT TERM
 
 flags=(--model-path "$TARGET" --host 127.0.0.1 --max-running-requests 8 --max-total-tokens 8192)
 if [ "$pair" = hybrid ]; then
-    # States, for which SGLang would otherwise take most of the memory.
+    # By default SGLang would give states most of the memory.
     flags+=(--max-mamba-cache-size 64)
 fi
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
@@ -79,11 +79,11 @@ serve_and_ask() { # name, flags of launch_server
     shift
     port="$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
     printf '\n[%s] python -m sglang.launch_server %s\n' "$name" "${*:-(no speculation)}"
-    # A session of its own, so that all of it can be stopped.
+    # A new session, so that the whole process group can be stopped.
     setsid "$PYTHON" -m sglang.launch_server "${flags[@]}" --port "$port" "$@" >"$log" 2>&1 &
     SERVER=$!
-    disown "$SERVER" # or bash would report its end
-    # In the background, as bash acts on a signal while it waits, not while it runs a command.
+    disown "$SERVER" # otherwise bash reports its end
+    # In the background, because bash handles signals during `wait`, but not while a command runs.
     "$PYTHON" scripts/demo.py ask --pair "$pair" --name "$name" --url "http://127.0.0.1:$port" --pid "$SERVER" \
         --tokenizer "$TARGET" --result "$WORK/$name.json" "${ask[@]}" &
     CLIENT=$!
@@ -98,7 +98,7 @@ serve_and_ask() { # name, flags of launch_server
 
 dflash=(--speculative-algorithm DFLASH --speculative-draft-model-path "$PAIR/drafter")
 if [ "$pair" = smollm2 ]; then
-    # A core takes much longer for a whole block than for the tokens of it that are accepted.
+    # On a CPU a whole block takes much longer than the tokens of it that are accepted.
     dflash+=(--speculative-adaptive)
 fi
 serve_and_ask dflash "${dflash[@]}"

@@ -1,10 +1,10 @@
-"""Where a decode cycle's GPU time goes: kernels, gaps and host calls, for this package and SGLang's in-tree DFLASH.
+"""Profile the GPU time of a decode cycle: kernels, gaps and host calls, for this package and SGLang's in-tree DFLASH.
 
     python3 scripts/profile_cycle.py --pair qwen3-8b --backends fa3 --batch 1 32 --out scripts/results/profile
 
-Traces a few steady cycles with PyTorch's profiler inside the real engine. Engines that fit on the GPU start together
-and are traced in turn; OUT.md and OUT.json are written after every trace. Profiling itself costs time, so compare
-shares and counts here, and total times in bench_sweep.py.
+It traces a few steady cycles with PyTorch's profiler inside the real engine. Engines that fit on the GPU start together
+and are traced in turn. OUT.md and OUT.json are written after every trace. Profiling itself takes time, so compare
+shares and counts here, and total times with bench_sweep.py.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from bench.groups import Candidate, pack, running
 from bench.pairs import PAIRS
 from bench.prompts import Prompts
 
-# The kernel that lays out the next block, ours and in-tree: launched once a cycle, in a graph or outside.
+# The kernels that prepare the next block, ours and in-tree. One is launched per cycle, in a graph or outside.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")
 
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST_CALLS = {"cuda_runtime", "cuda_driver"}
-# What makes the scheduler wait for the GPU.
+# Calls in which the scheduler waits for the GPU.
 HOST_SYNCS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 
 PROMPT_TOKENS = 512
-# Scheduler steps before the cycles that are kept: prefill, and cycles while the batch fills up.
+# Scheduler steps before the traced cycles: prefill, and cycles while the batch fills up.
 LEAD_STEPS = 12
 BLOCK_SIZE = 16
 
 
 def plan(args: argparse.Namespace) -> list[list[Candidate]]:
-    """Groups of engines that live side by side."""
+    """Return groups of engines that run at the same time."""
     pair = PAIRS[args.pair]
     workload = Workload(
         measure="decode",
         prompts=[Prompts(None, PROMPT_TOKENS)],
         concurrency=args.batch,
-        # Longer than the trace, whatever is accepted.
+        # Longer than the trace with any acceptance length.
         new_tokens=BLOCK_SIZE * (LEAD_STEPS + args.cycles + 8),
         plain_tokens=0,
         requests=None,
@@ -52,7 +52,7 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
         chat_arguments={},
         temperatures=[0.0],
     )
-    # In-tree has chains alone.
+    # The in-tree worker has chains only.
     ways = [(mode, nodes) for mode in args.modes for nodes in args.trees if mode == "ours" or nodes is None]
     return pack(
         [
@@ -73,7 +73,7 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
 
 
 def summarize(events: list[dict], cycles: int) -> dict:
-    """Means per cycle, in microseconds where they are times, over the last `cycles` of a trace.
+    """Return means per cycle over the last `cycles` of a trace. Times are in microseconds.
 
     A cycle begins with one of `BLOCK_KERNELS`. Host calls are those of the scheduler's thread.
 
@@ -113,7 +113,7 @@ def summarize(events: list[dict], cycles: int) -> dict:
         "graph_launches": sum(row["count"] for row in host if row["name"].startswith("cudaGraphLaunch")),
         "host_syncs": sum(row["count"] for row in host if row["name"].startswith(HOST_SYNCS)),
         "host_sync_us": sum(row["us"] for row in host if row["name"].startswith(HOST_SYNCS)),
-        # The host waits for these as well.
+        # The host waits for these too.
         "pageable_copies": sum(row["count"] for row in kernels if "Pageable" in row["name"]),
         "kernels": kernels,
         "gaps": per_cycle(total_by_name(gaps)),
@@ -122,12 +122,12 @@ def summarize(events: list[dict], cycles: int) -> dict:
 
 
 def correlation(event: dict) -> int | None:
-    """What the call that launched some work, a replay for instance, and the work itself have in common."""
+    """Return the number that links GPU work to the call that launched it, for example a graph replay."""
     return event.get("args", {}).get("correlation")
 
 
 def find_gaps(work: list[dict], end: float) -> list[tuple[str, float]]:
-    """Times in which nothing runs, in microseconds, named by what ran before and what runs then."""
+    """Return the times in which nothing runs, in microseconds, named by the work before and after."""
     gaps = []
     busy_until, before = work[0]["ts"], work[0]
     for event in [*work, {"ts": end, "dur": 0.0, "name": work[0]["name"]}]:
@@ -139,13 +139,13 @@ def find_gaps(work: list[dict], end: float) -> list[tuple[str, float]]:
 
 
 def scheduler_calls(calls: list[dict]) -> list[dict]:
-    """Those of the thread that launches most: engines have threads that only copy or poll."""
+    """Return the calls of the thread that makes most. Other threads of an engine only copy or poll."""
     threads = collections.Counter(event["tid"] for event in calls)
     return [event for event in calls if event["tid"] == max(threads, key=threads.get)]
 
 
 def total_by_name(named: collections.abc.Iterable[tuple[str, float]]) -> list[dict]:
-    """Count and sum of the times of every name, longest first."""
+    """Return the count and the total time of every name, longest first."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for name, us in named:
         times[name].append(us)

@@ -1,11 +1,11 @@
-"""A server under many clients with requests of every kind, for minutes: errors, acceptance, memory and pools.
+"""Run a server for minutes under many clients and all kinds of requests; report errors, acceptance, memory and pools.
 
     python3 scripts/soak.py --url http://127.0.0.1:30000 --seconds 600 --clients 64 --prompts chats.json --out work/soak
 
-The server is one of this package, with a chat template. Requests are chats, greedy and sampled, with grammars,
-penalties, log probabilities, seeds, several answers, and some that hang up. PROMPTS is a JSON list of texts, or an
-object of such lists. OUT.json and OUT.md have a row for every --every seconds; the status is 1 if a request failed, if
-tokens are held when all have ended, or if what the server says of itself cannot be read.
+The server runs this package and has a chat template. Requests are chats, greedy and sampled, with grammars, penalties,
+log probabilities, seeds or several answers; some hang up. PROMPTS is a JSON list of texts, or an object of such lists.
+OUT.json and OUT.md have a row for every --every seconds. The exit code is 1 if a request fails, if tokens are held
+after all requests have ended, or if the server's reports cannot be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import requests
 from bench.arguments import positive
 from bench.machine import hardware, versions
 
-# Of a request and of its sampling; what is left out is SGLang's default.
+# Fields of a request. Fields that are left out have SGLang's defaults.
 KINDS: dict[str, dict] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.7},
@@ -57,18 +57,18 @@ KINDS: dict[str, dict] = {
     "hangs up": {"temperature": 0, "stream": True},
 }
 REQUEST_SECONDS = 300
-# Until the server has counted again what it holds.
+# Time for the server to update its count of held tokens.
 _LOADS_SECONDS = 15
 
 
 @dataclass
 class Tally:
-    """What clients have seen; shared by them.
+    """Counts of all clients, which share it.
 
     Attributes:
-        answered: by kind.
-        failures: messages, and how often.
-        tokens: of all answers.
+        answered: requests by kind.
+        failures: number of each message.
+        tokens: tokens of all answers.
     """
 
     answered: Counter[str] = field(default_factory=Counter)
@@ -88,15 +88,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one stretch of time.
+    """Figures of one interval.
 
     Attributes:
-        seconds: since the beginning.
+        seconds: time since the start.
         answered, failed: requests so far.
-        tokens_per_s: of answers, in this stretch.
-        acceptance_length: committed tokens per cycle and request, in this stretch.
-        held_tokens: of the KV pool, with what the prefix cache has.
-        gpu_mib: memory in use, of all visible GPUs; None without a GPU.
+        tokens_per_s: tokens of answers per second in this interval.
+        acceptance_length: committed tokens per cycle and request in this interval.
+        held_tokens: tokens of the KV pool in use, with the prefix cache.
+        gpu_mib: memory in use on all visible GPUs; None without a GPU.
     """
 
     seconds: float
@@ -109,7 +109,7 @@ class Row:
 
 
 class Client:
-    """Asks one request after the other."""
+    """A client that sends one request after another."""
 
     def __init__(self, url: str, prompts: list[str], new_tokens: int, seed: int, tally: Tally) -> None:
         self._url, self._prompts, self._new_tokens, self._tally = url, prompts, new_tokens, tally
@@ -124,11 +124,11 @@ class Client:
                 self._tally.add(kind, self._ask(KINDS[kind]))
             except (requests.RequestException, ValueError, KeyError) as error:
                 self._tally.fail(kind, f"{type(error).__name__}: {error}")
-                # What ends a server would otherwise be asked a million times.
+                # A server that fails at once would otherwise get requests without pause.
                 is_over.wait(1)
 
     def _ask(self, options: dict) -> int:
-        """Tokens of the answers to a chat, of one turn or two."""
+        """Return the number of tokens in the answers to a chat of one or two turns."""
         turns = [{"role": "user", "content": self._chance.choice(self._prompts)}]
         if self._chance.random() < 0.3:
             turns.append({"role": "assistant", "content": self._chance.choice(self._prompts)})
@@ -146,7 +146,7 @@ class Client:
             return response.json()["usage"]["completion_tokens"]
 
     def _read_some(self, lines: Iterator[bytes]) -> int:
-        """Some chunks, and no more: who asked has gone."""
+        """Read some chunks, then stop, as a client that hangs up."""
         chunks = 0
         for line in lines:
             chunks += line.startswith(b"data: {")
@@ -156,7 +156,7 @@ class Client:
 
 
 class Watch:
-    """What a server says of itself."""
+    """Reader of a server's own reports."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -169,7 +169,7 @@ class Watch:
         return response.json()
 
     def blocks_and_tokens(self) -> tuple[int, float]:
-        """Verified blocks, and the tokens that they committed."""
+        """Return the number of verified blocks, and of the tokens that they committed."""
         described = self.get("/server_info")["internal_states"][0]["sglang_dflash"]
         blocks = described["verified_blocks"]
         return blocks, blocks * described.get("acceptance_length", 0.0)
@@ -178,7 +178,7 @@ class Watch:
         return sum(load["num_used_tokens"] for load in self.get("/v1/loads")["loads"])
 
     def empty(self) -> int:
-        """Tokens that are held when all requests have ended and the prefix cache is empty."""
+        """Empty the prefix cache after all requests have ended, and return the tokens that are still held."""
         self._http.post(f"{self._url}/flush_cache?timeout=60", timeout=REQUEST_SECONDS).raise_for_status()
         deadline = time.monotonic() + _LOADS_SECONDS
         while (held := self.held_tokens()) and time.monotonic() < deadline:
@@ -196,7 +196,7 @@ def gpu_mib() -> int | None:
 
 
 def soak(args: argparse.Namespace) -> dict:
-    """Everything that OUT.json has."""
+    """Return the content of OUT.json."""
     prompts = read_prompts(args.prompts)
     watch, tally, is_over = Watch(args.url), Tally(), threading.Event()
     clients = [Client(args.url, prompts, args.new_tokens, seed, tally) for seed in range(args.clients)]
@@ -245,7 +245,7 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         sys.exit(f"soak.py: --prompts {path}: {error}")
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        sys.exit(f"soak.py: --prompts {path}: expected a list of texts, one at least.")
+        sys.exit(f"soak.py: --prompts {path}: expected a list of at least one text, or an object of such lists.")
     return prompts
 
 
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--every", type=float, default=20)
     parser.add_argument("--clients", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=int, default=256, help="of an answer, at most")
+    parser.add_argument("--new-tokens", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("work/soak"), help="without suffix")
     args = parser.parse_args()

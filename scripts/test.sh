@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Every check of this repository, on any machine; stops at the first that fails.
+# Run every check of this repository, on any machine. Stop at the first failure.
 #
-# Without a GPU everything runs on SGLang's CPU engine, Triton kernels in Triton's interpreter, and tests/gpu is skipped.
-# With one, tests/e2e serve on it, all but those that say why not.
+# Without a GPU everything runs on SGLang's CPU engine and Triton's interpreter, and tests/gpu is skipped.
+# With a GPU, tests/e2e run on it, except those that give a reason to skip.
 set -euo pipefail
 
 if [ $# -gt 0 ]; then
-    printf 'usage: test.sh, without arguments; it got: %s\n' "$*" >&2
+    printf 'usage: test.sh takes no arguments, but got: %s\n' "$*" >&2
     exit 2
 fi
 
@@ -15,9 +15,9 @@ cd "$REPO"
 make_smollm2
 
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False ]; then
-    # One thread: SGLang's processes, with a thread per core each, would mostly wait for each other.
+    # One thread per process: with a thread per core each, SGLang's processes would mostly wait for each other.
     export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-    # Two processes of pytest, which take their next test, file or group of tests when they have nothing left to do.
+    # Two processes of pytest. An idle one takes the next test, file or group of tests.
     each_test=(-n 2 --dist worksteal) each_file=(-n 2 --dist loadfile) each_group=(-n 2 --dist loadgroup)
 else
     each_test=() each_file=() each_group=()
@@ -38,8 +38,8 @@ pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
-# Kernels are a run of their own: Triton's interpreter is chosen when Triton is imported. Tests of one file share what they
-# start, and in tests/e2e those of the same settings.
+# tests/kernels is a separate run, because Triton chooses its interpreter on import. Tests of one file share the servers
+# that they start. In tests/e2e, tests with the same settings share them.
 step "tests/kernels" "${pytest[@]}" "${each_test[@]}" tests/kernels
 step "tests/unit" "${pytest[@]}" "${each_file[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" "${each_file[@]}" tests/contract

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The tests of tests/gpu, several processes at a time on each GPU: SGLang takes most of a minute to start, and little of a GPU
-# that the small models here are on. Logs are left in FOLDER, and a table of what came of each test, as they end.
+# Run tests/gpu with several processes at a time on each GPU. SGLang takes most of a minute to start, and the small models
+# of the tests use little of a GPU. FOLDER gets the logs, and a table of the results in the order in which tests end.
 #
-# usage: test_gpu.sh FOLDER [PROCESSES [SECONDS [TEST ...]]]; PROCESSES are those of one GPU, a TEST is what pytest takes.
-# SECONDS end a test that hangs.
+# usage: test_gpu.sh FOLDER [PROCESSES [SECONDS [TEST ...]]]
+#   PROCESSES  number of processes per GPU (default 8)
+#   SECONDS    time limit of a test (default 580)
+#   TEST       argument of pytest
 set -euo pipefail
 
 out=$(realpath -m "$1") processes=${2:-8} seconds=${3:-580}
@@ -11,7 +13,7 @@ shift $(($# < 3 ? $# : 3))
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$out"
 gpus=$(nvidia-smi --list-gpus | wc -l)
-# One measures free memory, the other wants several GPUs.
+# The first measures free memory, the second needs several GPUs.
 alone=(tests/gpu/test_pool.py tests/gpu/test_tensor_parallel.py)
 pytest=(python3 -m pytest -q -rA -s -p no:cacheprovider -W ignore --answers "$out/answers")
 

@@ -1,4 +1,4 @@
-"""Values of command lines."""
+"""Types of command-line arguments."""
 
 import argparse
 import json
@@ -8,14 +8,14 @@ import math
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return number
 
 
 def temperature(text: str) -> float:
     number = float(text)
     if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no temperature")
+        raise argparse.ArgumentTypeError(f"{text} is not a temperature: expected a finite number of at least 0")
     return number
 
 

@@ -1,4 +1,4 @@
-"""The chart of a sweep: what it costs to have more requests, and longer contexts."""
+"""Chart of a sweep: figures against concurrency, prompt length and arrival rate."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = 3
-# What identifies a line within a panel.
+# Fields that identify a line within a panel.
 _LINE = ("mode", "drafter", "block_size", "draft_window", "nodes", "adaptive")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What grows along one axis while everything else stays.
+    """A chart in which one quantity varies.
 
     Attributes:
-        lines: by `_LINE`, the figures by position on the axis.
+        title, x_label: texts of the chart.
+        lines: figures by position on the axis, by the values of `_LINE`.
     """
 
     title: str
@@ -34,14 +35,14 @@ class Panel:
 
 
 def metric_of(results: Results) -> str:
-    """Of a decoding batch the cycle, whose time a drafter's acceptance has no part in; of requests what is served."""
+    """Return the metric to draw: cycle time of a decoding batch, which does not depend on acceptance, or tokens/s."""
     return "cycle_ms" if results.setup["measure"] == "decode" else "tokens_per_s"
 
 
 def panels(results: Results) -> list[Panel]:
-    """A panel along concurrency, one along prompt length and one along arrivals, where more than one was measured.
+    """Return a panel for concurrency, prompt length and arrival rate each, if more than one value was measured.
 
-    What was measured at one of each stands in a panel along concurrency.
+    Figures for a single value of each are shown in a panel for concurrency.
     """
     metric = metric_of(results)
     found: dict[tuple[str, str], Panel] = {}
@@ -56,7 +57,7 @@ def panels(results: Results) -> list[Panel]:
 
 
 def _positions(run: dict) -> Iterator[tuple[str, str, float]]:
-    """Of every panel that a figure may stand in: title, axis, and where on it."""
+    """Yield the panels that a figure may be shown in: title, axis, and position on it."""
     place = f"{short(run['target'])}, {run['backend']}, tp {run['tp']}"
     sampled = f", temperature {run['temperature']:g}" if run["temperature"] else ""
     how = sampled if run["request_rate"] is None else f"{sampled}, {run['request_rate']:g} arrivals/s"
@@ -70,7 +71,7 @@ def _positions(run: dict) -> Iterator[tuple[str, str, float]]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the PNG; bars span the repeats."""
+    """Write the PNG. Error bars span the repeats."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""SGLang's own benchmark of servers, `python -m sglang.bench_serving`: what it is asked to do, and what it found."""
+"""Runs of SGLang's own benchmark of servers, `python -m sglang.bench_serving`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.engine import Load, Workload
 from bench.prompts import Prompts, read_dataset, serving_format
 
-# The names of its figures, by those in `METRICS`.
+# Names in `METRICS` and in the output of bench_serving.
 _FIGURES = {
     "requests_per_s": "request_throughput",
     "tokens_per_s": "output_throughput",
@@ -28,18 +28,19 @@ _FIGURES = {
 
 
 def bench_serving(url: str, workload: Workload, load: Load, is_dummy: bool, env: dict[str, str]) -> dict:
-    """One run against the server at `url`.
+    """Run bench_serving once against the server at `url`.
 
     Args:
-        workload, load: what is asked.
-        is_dummy: whether ends of answers mean nothing.
-        env: of the process.
+        url: of the server.
+        workload, load: the requests to send.
+        is_dummy: weights are dummies, so end-of-sequence tokens have no meaning.
+        env: environment of the process.
 
     Returns:
         Figures by their names in `METRICS`.
 
     Raises:
-        RuntimeError: it failed, or any request did.
+        RuntimeError: bench_serving or one of its requests failed.
     """
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
         out = Path(folder, "result.jsonl")
@@ -59,21 +60,21 @@ def bench_serving(url: str, workload: Workload, load: Load, is_dummy: bool, env:
 
 
 def client_flags(workload: Workload, load: Load, is_dummy: bool, folder: Path) -> list[str]:
-    """Flags for all but where the server is; files that they name are written to `folder`."""
+    """Return all flags but the server's address. Files that flags name are written to `folder`."""
     serving, prompts = workload.serving, workload.prompts[load.prompts]
     count = workload.num_requests(load.concurrency)
     flags = ["--backend", serving.api, *dataset_flags(workload, prompts, count, folder)]
     flags += ["--num-prompts", str(count), "--max-concurrency", str(load.concurrency)]
     if load.request_rate is not None:
         flags += ["--request-rate", str(load.request_rate)]
-    # Emptying the cache after the warm-up also makes the server count its acceptance length anew.
+    # Flushing the cache after the warm-up also resets the acceptance length that the server reports.
     flags += ["--warmup-requests", str(load.concurrency), "--flush-cache", "--seed", "1"]
     body = {}
-    # Answers to what nobody wrote end anywhere.
+    # Answers to random tokens may end anywhere, so only those to text may end early.
     if not is_dummy and prompts.dataset is not None:
         flags.append("--disable-ignore-eos")
         if serving.api == "sglang-oai-chat":
-            # Without it answers count as long as they may be.
+            # Without it bench_serving counts the longest allowed length for each answer.
             body["stream_options"] = {"include_usage": True}
     if workload.chat_arguments:
         body["chat_template_kwargs"] = workload.chat_arguments
@@ -83,14 +84,17 @@ def client_flags(workload: Workload, load: Load, is_dummy: bool, folder: Path) -
 
 
 def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path) -> list[str]:
-    """What is asked, `count` times; questions that bench_serving does not read are written in ShareGPT's format."""
+    """Return the flags that choose `count` prompts.
+
+    Questions that bench_serving cannot read are written in ShareGPT's format.
+    """
     serving, new_tokens = workload.serving, str(workload.new_tokens)
     if prompts.tokens is None:
         lengths = ["--sharegpt-context-len", str(serving.context_tokens)]
         if not serving.own_lengths:
             lengths += ["--sharegpt-output-len", new_tokens]
     else:
-        # The ratio makes all of them that long. Token ids, as text may take another number of them.
+        # A ratio of 1 fixes the lengths. Token ids are sent because text may be tokenised to another length.
         lengths = ["--random-input-len", str(prompts.tokens), "--random-output-len", new_tokens]
         lengths += ["--random-range-ratio", "1"]
         if serving.api == "sglang":
@@ -103,13 +107,13 @@ def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path
         questions = itertools.cycle(question.text for question in read_dataset(prompts.dataset))
         write_sharegpt(Path(path), list(itertools.islice(questions, count)))
     if prompts.tokens is not None:
-        # Its prompts are a ShareGPT file's, cut or repeated.
+        # The dataset "random" takes prompts of a ShareGPT file and cuts or repeats them.
         name = "random"
     return ["--dataset-name", name, "--dataset-path", os.path.abspath(path), *lengths]
 
 
 def write_sharegpt(path: Path, questions: list[str]) -> None:
-    """Conversations of a question and an empty answer."""
+    """Write conversations of a question and an empty answer."""
     conversations = [
         {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": ""}]}
         for question in questions
@@ -118,15 +122,15 @@ def write_sharegpt(path: Path, questions: list[str]) -> None:
 
 
 def figures(result: dict, count: int) -> dict:
-    """The figures that are kept of a run's line in `--output-file`.
+    """Return the figures to keep of one line of `--output-file`.
 
     Raises:
-        RuntimeError: not all of `count` requests were answered.
+        RuntimeError: fewer than `count` requests were answered.
     """
     if len(result["errors"]) < count:
         raise RuntimeError(
             f"the dataset has {len(result['errors'])} requests of up to --context-tokens, and {count} were to be "
-            "asked; there may be fewer --requests."
+            "asked: set fewer --requests or more --context-tokens."
         )
     failed = [error for error in result["errors"] if error]
     if failed or result["completed"] != count:

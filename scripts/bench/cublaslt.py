@@ -1,6 +1,6 @@
-"""cuBLASLt's matrix product with a choice of algorithm, which PyTorch keeps to itself.
+"""cuBLASLt's matrix product with a choice of algorithm, which PyTorch does not expose.
 
-Source: cublasLt.h of CUDA 13, whose functions and enumerations used here are those of CUDA 12.
+Source: cublasLt.h of CUDA 13. The functions and enumerations used here are the same in CUDA 12.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COMPUTE_32F = 68
 _DESC_TRANSA, _OP_T = 3, 1
 _PREF_MAX_WORKSPACE_BYTES = 1
 
-# What PyTorch gives cuBLAS on Hopper.
+# The workspace that PyTorch gives cuBLAS on Hopper.
 WORKSPACE_BYTES = 32 * 2**20
 
 
@@ -44,7 +44,7 @@ class CublasLtError(RuntimeError):
 
 @cache
 def _library() -> ctypes.CDLL:
-    # PyTorch's own, which is loaded already.
+    # The library that PyTorch has loaded.
     return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
 
 
@@ -79,9 +79,9 @@ def _pointer(tensor: torch.Tensor) -> c_void_p:
 
 
 class Product:
-    """x [M, K] @ weight [N, K].T for one M, in bfloat16, summed in float32.
+    """Product x [rows, depth] @ weight [columns, depth].T in bfloat16, summed in float32, for one number of rows.
 
-    cuBLASLt's matrices are column by column, so it is given all three transposed.
+    cuBLASLt's matrices are column-major, so it is given all three transposed.
     """
 
     def __init__(self, num_rows: int, num_columns: int, size_k: int) -> None:
@@ -98,7 +98,7 @@ class Product:
         )
 
     def algorithms(self, most: int, workspace_bytes: int) -> list[Algorithm]:
-        """The ones that cuBLASLt thinks best, the best first, of those that need no larger a workspace."""
+        """Return up to `most` algorithms within a workspace size, in cuBLASLt's order of preference."""
         preference = _create("cublasLtMatmulPreferenceCreate")
         limit = c_size_t(workspace_bytes)
         _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_MAX_WORKSPACE_BYTES, limit)
@@ -111,7 +111,7 @@ class Product:
         out = x.new_empty(x.shape[0], self._num_columns)
         stream = torch.cuda.current_stream().cuda_stream
         product = (byref(c_float(1)), _pointer(weight), self._weight, _pointer(x), self._x)
-        # What is added to it, nothing, and where to.
+        # The matrix to add, with factor 0, and the result.
         result = (byref(c_float(0)), _pointer(out), self._out, _pointer(out), self._out)
         scratch = (_pointer(_workspace()), c_size_t(WORKSPACE_BYTES))
         arguments = (*product, *result, byref(algorithm), *scratch, c_void_p(stream))

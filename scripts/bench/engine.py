@@ -1,7 +1,7 @@
-"""One configuration: an `sglang.Engine` in a process of its own, which measures when it is told to.
+"""Measurement of one configuration by an `sglang.Engine` in its own process, which obeys commands.
 
-The Engine, not the HTTP server, which server.py starts: it starts faster, and what speaks HTTP is the same in all
-modes. Token ids go in and out, so tokenizers take no part.
+It uses the Engine instead of the HTTP server (server.py): the Engine starts faster, and HTTP is the same in all modes.
+Requests and answers are token ids, so tokenizers take no part.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
 
 MODES = ("none", "in-tree", "ours")
-# `/generate` and `/v1/chat/completions`, as bench_serving calls them.
+# `--backend` of bench_serving: `/generate` and `/v1/chat/completions`.
 APIS = ("sglang", "sglang-oai-chat")
-# Arguments that engines are compared by, besides those of speculation, or reached by.
+# Arguments that this module sets, besides those of speculation.
 OWN_ARGUMENTS = (
     "model_path",
     "device",
@@ -40,25 +40,29 @@ OWN_ARGUMENTS = (
     "nccl_port",
 )
 
-# Length of the short answer that a long one is compared with.
+# Length of the short answers that long ones are compared with.
 _SHORT_TOKENS = 64
-# Of one measurement: fewer would leave one client's figures to chance.
+# Fewest requests of one measurement. With fewer the figures of one client would be noisy.
 _MIN_REQUESTS = 16
-# For every position of a tree.
+# Candidates per position of a tree.
 _CANDIDATES = 8
-# Room for the blocks in flight, per request.
+# Spare KV slots per request, for the blocks in flight.
 SPARE_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one engine is started with.
+    """Configuration of one engine.
 
     Attributes:
-        drafter: None without speculation.
-        block_size: None without speculation, or where it is the drafter's own.
+        mode: one of `MODES`.
+        target: name of the target.
+        drafter: name of the drafter; None without speculation.
+        backend: attention backend.
+        tp: number of GPUs.
+        block_size: None without speculation, or to use the drafter's.
         draft_window: context tokens that the drafter sees; None without speculation, or for all.
-        nodes: of a tree of drafts; None: they are chains.
+        nodes: nodes of a draft tree; None for chains.
         adaptive: whether the worker gets `--speculative-adaptive`.
     """
 
@@ -78,7 +82,7 @@ class Configuration:
 
 
 def drafting(block_size: int | None, draft_window: int | None, nodes: int | None, adaptive: bool) -> str:
-    """How a configuration drafts, to stand behind its name: nothing where it is the drafter's own way."""
+    """Return a suffix for the name of a configuration: its options of drafting that differ from the default."""
     block = "" if block_size is None else f", block {block_size}"
     window = "" if draft_window is None else f", window {draft_window}"
     tree = "" if nodes is None else f", tree {nodes}"
@@ -87,13 +91,13 @@ def drafting(block_size: int | None, draft_window: int | None, nodes: int | None
 
 @dataclass(frozen=True)
 class Load:
-    """What engines are measured under: one point of a sweep.
+    """One point of a sweep.
 
     Attributes:
-        prompts: an index into the workload's.
+        prompts: index into the workload's prompts.
         concurrency: clients, or requests in the batch.
-        request_rate: requests per second that arrive; None: a client asks again as soon as it is answered.
-        temperature: of all answers.
+        request_rate: arrivals per second; None if a client sends its next request when it has an answer.
+        temperature: of all requests.
     """
 
     prompts: int
@@ -104,12 +108,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Serving:
-    """How `sglang.bench_serving` asks a server.
+    """Options of `sglang.bench_serving`.
 
     Attributes:
         api: its `--backend`, one of `APIS`.
-        request_rates: every rate that is measured; None: as fast as the clients ask.
-        context_tokens: prompts and answers of a dataset that are longer together are left out.
+        request_rates: rates to measure; None stands for as fast as the clients ask.
+        context_tokens: limit for a prompt with its answer; longer ones of a dataset are left out.
         own_lengths: whether answers are as long as those of the dataset.
     """
 
@@ -121,20 +125,21 @@ class Serving:
 
 @dataclass(frozen=True)
 class Workload:
-    """How engines are loaded and measured.
+    """Load of the engines, and the kind of measurement.
 
     Attributes:
-        measure: "requests", closed-loop clients, "decode", a batch that decodes in step, or "serving", a HTTP server.
-        prompts: every set of prompts that is measured.
-        concurrency: every number of clients, or of requests in the batch.
-        new_tokens: of every answer; those to a dataset may end earlier.
-        plain_tokens: "decode": new tokens without speculation, where every cycle yields one.
-        requests: "requests" and "serving": answers per measurement; None: 4 per client, and at least 16.
-        accept_length: simulated; None: the drafter's own.
+        measure: "requests" (clients in a closed loop), "decode" (a batch that decodes in step) or "serving" (an HTTP
+            server).
+        prompts: sets of prompts to measure.
+        concurrency: numbers of clients, or of requests in the batch, to measure.
+        new_tokens: length of every answer. Answers to a dataset may end earlier.
+        plain_tokens: for "decode", new tokens without speculation, where every cycle yields one.
+        requests: for "requests" and "serving", answers per measurement; None for 4 per client, and at least 16.
+        accept_length: acceptance length to simulate; None to measure the drafter's.
         chat_arguments: for the chat template of the target's tokenizer.
-        temperatures: "requests": every temperature that is measured.
-        engine_arguments: of every engine, over what it gets otherwise.
-        serving: None unless "serving" is measured.
+        temperatures: for "requests", temperatures to measure.
+        engine_arguments: arguments of every engine, which override the defaults.
+        serving: options for "serving", else None.
     """
 
     measure: str
@@ -160,21 +165,21 @@ class Workload:
 
     @property
     def answer_tokens(self) -> int:
-        """KV slots that the longest answer to a request takes."""
+        """Return the KV slots that the longest answer to a request takes."""
         return _SHORT_TOKENS + max(self.new_tokens, self.plain_tokens) + SPARE_TOKENS
 
     @property
     def positions(self) -> int:
-        """That a model needs for prompts of random tokens, whose length is known before they are built."""
+        """Return the positions that a model needs for prompts of random tokens, whose length is known in advance."""
         return max(prompts.tokens for prompts in self.prompts) + self.answer_tokens
 
 
 def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: float | None = None) -> dict[str, str]:
-    """Environment of a process that serves `mode`: in-tree keeps every plugin out."""
+    """Return the environment of a process that serves `mode`. The in-tree mode loads no plugin."""
     env = dict(os.environ)
     scripts = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = f"{scripts}{os.pathsep}{env['PYTHONPATH']}" if "PYTHONPATH" in env else scripts
-    # Only what was asked for here is simulated.
+    # Acceptance is simulated only if asked for here, not by the caller's environment.
     env.pop("SGLANG_SIMULATE_ACC_LEN", None)
     if mode != "none" and accept_length is not None:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
@@ -191,7 +196,7 @@ def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: flo
 def engine_arguments(
     configuration: Configuration, workload: Workload, paths: dict[str, str], device: str, is_dummy: bool
 ) -> dict:
-    """Arguments of `sglang.Engine`, and flags of a server; `paths` has the checkpoints by name."""
+    """Return arguments of `sglang.Engine`, which are also flags of a server. `paths` has the checkpoints by name."""
     serving = workload.serving
     arguments = {
         "model_path": paths[configuration.target],
@@ -201,13 +206,13 @@ def engine_arguments(
         "dtype": "float32" if device == "cpu" else "bfloat16",
         "attention_backend": configuration.backend,
         "tp_size": configuration.tp,
-        # Where prefill takes no part in what is measured, the warm-up leaves the prompts there for the other runs. Of a
-        # server it is emptied before each run.
+        # "decode" does not measure prefill: the warm-up leaves the prompts in the radix cache. "serving" empties the
+        # cache before each run.
         "disable_radix_cache": workload.measure == "requests",
         "max_running_requests": max(64, *workload.concurrency),
-        # They take a while to capture.
+        # Capture takes a while.
         "disable_prefill_cuda_graph": True,
-        # A bound on what is free beside other engines; what pools get is `max_total_tokens`.
+        # A limit on free memory, which other engines share. `max_total_tokens` sets the size of the pools.
         "mem_fraction_static": 0.95,
         # An engine that waits for its turn must not keep a core busy.
         "sleep_on_idle": True,
@@ -215,16 +220,16 @@ def engine_arguments(
         "log_level": "warning",
     }
     if configuration.target in STATE_SLOTS:
-        # Left alone, SGLang gives states about half of the memory.
+        # By default SGLang gives states about half of the memory.
         running = max(workload.concurrency)
         slots = STATE_SLOTS[configuration.target] * running
         arguments |= {"max_running_requests": running, "max_mamba_cache_size": slots}
     if serving is None:
         arguments["cuda_graph_bs_decode"] = workload.concurrency
     else:
-        # Requests that come and go make batches of every size.
+        # Batches have every size, because requests start and end at different times.
         arguments["cuda_graph_max_bs_decode"] = max(workload.concurrency)
-        # The acceptance length that bench_serving reports is counted when the server logs.
+        # The server updates the acceptance length that bench_serving reports when it logs.
         arguments["decode_log_interval"] = 10
     if configuration.mode != "none":
         arguments["speculative_algorithm"] = "DFLASH"
@@ -242,25 +247,27 @@ def engine_arguments(
 
 
 def check_server(info: dict, mode: str, tokens: int) -> None:
-    """That the right worker serves, as only ours describes itself in `/server_info`, with KV for so many tokens.
+    """Check that the mode's worker serves, and that the KV pool has enough tokens.
+
+    Only this package's worker describes itself in `/server_info`.
 
     Raises:
-        RuntimeError: saying what is there instead.
+        RuntimeError: another worker serves, or the pool is too small.
     """
     served_by = info["internal_states"][0].get("sglang_dflash")
     if (served_by is not None) != (mode == "ours"):
-        raise RuntimeError(f"{mode} is served by {served_by}")
+        raise RuntimeError(f"mode {mode} is served by {served_by or 'another worker'}")
     pool = info["max_total_num_tokens"]
-    # Pools have whole pages.
+    # The pool has whole pages, so it may be slightly smaller.
     if pool < 0.99 * tokens:
-        raise RuntimeError(f"memory for {pool} of {tokens} tokens; let fewer engines live --together.")
+        raise RuntimeError(f"the KV pool has {pool} of {tokens} tokens: run fewer engines at a time (--together).")
 
 
 # --- in the engine's process ----------------------------------------------------------------------------------------
 
 
 def serve(job: dict) -> None:
-    """Start the engine, say READY, then obey every line on stdin: a command's name and its arguments."""
+    """Start the engine and print READY. Then execute the commands on stdin, one per line: a name and its arguments."""
     import sglang
     from transformers import AutoTokenizer
 
@@ -271,9 +278,9 @@ def serve(job: dict) -> None:
     most = max(workload.concurrency)
     sets = [build_prompts(prompts, tokenizer, most, workload.chat_arguments) for prompts in workload.prompts]
     longest = max(len(prompt.input_ids) for prompts in sets for prompt in prompts)
-    # The radix cache holds the answers of the run before besides those of this one.
+    # In "decode", the radix cache holds the answers of the previous run too.
     answers = 2 if workload.measure == "decode" else 1
-    # Engines that are compared live on the GPU side by side, so each takes only the KV it needs.
+    # Engines that are compared share the GPU, so each takes only the KV that it needs.
     max_total_tokens = most * (longest + answers * workload.answer_tokens)
     engine = sglang.Engine(
         **engine_arguments(configuration, workload, job["paths"], job["device"], job["is_dummy"]),
@@ -288,10 +295,10 @@ def serve(job: dict) -> None:
 
     def warm_up(index: int, concurrency: int, temperature: float) -> None:
         if workload.measure == "requests":
-            # Requests that come and go make batches of all sizes, whose kernels a first round loads or compiles.
+            # The first round loads or compiles kernels for every batch size.
             measure(index, concurrency, temperature)
             return
-        # The second time prompts come from the radix cache, which takes kernels that the first time does not compile.
+        # The second batch takes its prompts from the radix cache, which needs other kernels than the first.
         for _ in range(2):
             generate_batch(engine, sets[index], concurrency, _SHORT_TOKENS)
 
@@ -313,12 +320,12 @@ def serve(job: dict) -> None:
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         print("RESULT " + json.dumps(commands[name](*arguments)), flush=True)
-    # The sweep was killed.
+    # stdin is closed: the sweep has ended or was killed.
     engine.shutdown()
 
 
 def generate_batch(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> tuple[float, list[int]]:
-    """Seconds until all answers are complete, and the cycles of each."""
+    """Return the seconds until all answers are complete, and the number of cycles of each."""
     input_ids = [prompts[i % len(prompts)].input_ids for i in range(batch)]
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     start = time.perf_counter()
@@ -328,15 +335,15 @@ def generate_batch(engine, prompts: list[Prompt], batch: int, new_tokens: int) -
 
 
 def measure_decode(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> dict:
-    """Steady decoding: what a long answer costs more than a short one, so that prefill and the ends cancel."""
-    # Of two: what holds one up for once would count as decoding that took no time.
+    """Measure steady decoding: a long answer minus a short one, so that prefill and the last cycles cancel."""
+    # The faster of two: a delay in the short run would make decoding look faster.
     short_seconds, short_cycles = min(generate_batch(engine, prompts, batch, _SHORT_TOKENS) for _ in range(2))
     seconds, cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS + new_tokens)
     seconds -= short_seconds
     return {
         "tokens_per_s": batch * new_tokens / seconds,
         "tpot_ms": seconds / new_tokens * 1e3,
-        # The batch steps as long as its slowest request.
+        # The batch steps until its slowest request has ended.
         "cycle_ms": seconds / (max(cycles) - max(short_cycles)) * 1e3,
         "accept_length": batch * new_tokens / (sum(cycles) - sum(short_cycles)),
     }
@@ -344,11 +351,12 @@ def measure_decode(engine, prompts: list[Prompt], batch: int, new_tokens: int) -
 
 @dataclass(frozen=True)
 class Answer:
-    """One answered request; times are those of `time.perf_counter`, in seconds.
+    """One answered request. Times are those of `time.perf_counter`, in seconds.
 
     Attributes:
-        cycles: decode steps, the prefill not counted.
-        output_ids: the answer.
+        sent, first, last: times of the request, of the first tokens and of the last tokens.
+        cycles: decode steps, without the prefill.
+        output_ids: tokens of the answer.
     """
 
     sent: float
@@ -359,12 +367,12 @@ class Answer:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens after the first one, which the prefill gives."""
+        """Return the number of tokens after the first, which the prefill gives."""
         return len(self.output_ids) - 1
 
 
 def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int, sampling: dict) -> dict:
-    """Clients in a closed loop. Without a tokenizer the weights are dummies, and ends of answers mean nothing."""
+    """Measure clients in a closed loop. Without a tokenizer the weights are dummies, and answers never end early."""
     answers = engine.loop.run_until_complete(ask(engine, prompts, concurrency, sampling))
     result = summarize_answers(answers)
     if any(prompt.answer for prompt in prompts):
@@ -373,7 +381,7 @@ def measure_requests(engine, tokenizer, prompts: list[Prompt], concurrency: int,
 
 
 async def ask(engine, prompts: list[Prompt], concurrency: int, sampling: dict) -> list[Answer]:
-    """All prompts, in order, by `concurrency` clients that each wait for an answer before they ask again."""
+    """Send all prompts in order, by `concurrency` clients that each wait for an answer before the next prompt."""
     answers: list[Answer | None] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
 
@@ -392,7 +400,7 @@ async def ask(engine, prompts: list[Prompt], concurrency: int, sampling: dict) -
 
 
 def summarize_answers(answers: list[Answer]) -> dict:
-    """Throughput over everything, medians over requests; cycles over all of decoding, queueing included."""
+    """Return throughput over the run, medians over requests, and cycle times over all decoding, with queueing."""
     decoded = [answer for answer in answers if answer.num_decoded > 0]
     seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     cycles = sum(answer.cycles for answer in decoded)
@@ -406,7 +414,7 @@ def summarize_answers(answers: list[Answer]) -> dict:
 
 
 def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
-    """Part of the prompts with a known answer that were answered with it."""
+    """Return the share of correct answers among the prompts whose answer is known."""
     known = [(prompt.answer, final_number(text)) for prompt, text in zip(prompts, texts, strict=True) if prompt.answer]
     return sum(answer == expected for expected, answer in known) / len(known)
 
@@ -415,7 +423,7 @@ def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
 
 
 class EngineProcess:
-    """Starts at once; `wait_until_ready` before measuring."""
+    """An engine in its own process. It starts at once; call `wait_until_ready` before measuring."""
 
     def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
         self.configuration = configuration
@@ -454,23 +462,23 @@ class EngineProcess:
         return json.loads(self._wait_for("RESULT "))
 
     def warm_up(self, load: Load) -> None:
-        """A short answer to each of a batch; of `measure="requests"`, all that is measured, once."""
+        """Run a short answer per request of the batch; for "requests" run the whole measurement once."""
         self._ask("warm_up", load.prompts, load.concurrency, load.temperature)
 
     def measure(self, load: Load) -> dict:
         return self._ask("measure", load.prompts, load.concurrency, load.temperature)
 
     def trace(self, load: Load, steps: int, folder: Path) -> list[dict]:
-        """The events of rank 0 in the first scheduler steps of a batch, as PyTorch's profiler writes them to `folder`.
+        """Return the events of rank 0 in the first scheduler steps of a batch.
 
-        Answers have to last longer than `steps`.
+        PyTorch's profiler writes them to `folder`. Answers must last longer than `steps`.
         """
         self._ask("trace", load.prompts, load.concurrency, steps, str(folder))
         (path,) = folder.glob("*-TP-0.trace.json.gz")
         return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
     def stop(self) -> None:
-        """End the engine and every process that it started, in whatever state."""
+        """End the engine and every process that it started, in any state."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._port_claim.close()

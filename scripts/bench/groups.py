@@ -1,4 +1,4 @@
-"""Engines that live on one machine at the same time: which of them fit, and their start and end."""
+"""Groups of engines that fit on one machine at the same time, and their start and stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.server import ServerProcess
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine that takes part; `share` is the part of the GPU, or of a machine without one, that it takes."""
+    """An engine to measure. `share` is the part of the GPU that it takes, or of a machine without one."""
 
     configuration: Configuration
     workload: Workload
@@ -23,7 +23,7 @@ class Candidate:
 
 
 def pack(units: list[list[Candidate]]) -> list[list[Candidate]]:
-    """Every unit into the first group that has room for it; one that never fits falls apart."""
+    """Put every unit into the first group with room for it. A unit that fits nowhere is split."""
     groups: list[list[Candidate]] = []
     for unit in units:
         for part in [unit] if fits(unit) else [[candidate] for candidate in unit]:
@@ -43,10 +43,10 @@ def fits(candidates: list[Candidate]) -> bool:
 def running(
     candidates: list[Candidate], device: str, models: Path
 ) -> Iterator[list[tuple[Candidate, EngineProcess | ServerProcess]]]:
-    """The engines of one group, which start together; `models` is the folder for dummy weights.
+    """Start the engines of one group together, and yield those that are ready. `models` is a folder for dummy weights.
 
     Raises:
-        RuntimeError: some did not start. It comes at the end, after those that did were of use.
+        RuntimeError: an engine did not start. It is raised at the end, so that the others are still measured.
     """
     engines: list[tuple[Candidate, EngineProcess | ServerProcess]] = []
     failures: list[str] = []

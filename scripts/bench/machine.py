@@ -1,4 +1,4 @@
-"""Where and with what something was measured, for the head of a report."""
+"""Hardware and versions, for the head of a report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def hardware(device: str) -> str:
     cores = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
     if device == "cpu":
         return f"CPU only, float32: {cores}"
-    # In a process of its own, as torch would keep memory on the GPU.
+    # In another process, because torch would keep memory on the GPU.
     query = "import torch; print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
     gpus = subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
     return f"{gpus}, bfloat16; {cores}"
 
 
 def versions() -> str:
-    """Of this package, by its sources, and of what it runs on."""
+    """Return the versions of this package, with a hash of its sources, and of the packages that it runs on."""
     names = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel")
     package = Path(importlib.util.find_spec("sglang_dflash").origin).parent
     sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))

@@ -1,4 +1,4 @@
-"""The model pairs that benchmarks serve: the shipped tiny one, shapes with dummy weights, and anybody's checkpoints."""
+"""Model pairs that benchmarks serve: the shipped tiny pair, shapes with dummy weights, and any checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _QWEN3_8B_DFLASH = _QWEN3_8B | {
     "num_hidden_layers": 5,
     "num_target_layers": 36,
 }
-# A pair whose GPU work is negligible: what is left is the overhead of a cycle.
+# A pair whose GPU work is negligible, which shows the overhead of a cycle.
 _SMALL = {
     "head_dim": 64,
     "hidden_size": 256,
@@ -64,7 +64,7 @@ _WINDOWED = {
     "num_target_layers": 6,
     "dflash_config": {"mask_token_id": 4095, "target_layer_ids": [1, 2, 3]},
 }
-# Gated DeltaNet layers, and every fourth one with full attention.
+# Gated DeltaNet layers; every fourth layer has full attention instead.
 _QWEN3_5_9B = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "attention_bias": False,
@@ -140,7 +140,7 @@ SHAPES = {
         "num_key_value_heads": 4,
         "num_target_layers": 48,
     },
-    # So few target layers that a long context shows in the drafter's.
+    # So few target layers that the drafter's cost of a long context shows.
     "shallow": _QWEN3_8B | {"num_hidden_layers": 6, "max_window_layers": 6},
     "shallow-dflash": _QWEN3_8B_DFLASH
     | {"num_target_layers": 6, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 2, 3]}},
@@ -185,10 +185,10 @@ SHAPES = {
     "small": _QWEN3_8B | _SMALL | {"num_hidden_layers": 6},
     "small-dflash": _QWEN3_8B_DFLASH | _SMALL | _WINDOWED,
 }
-# Drafters with normal weights. SGLang's dummies make attention a mean, and so all rows of a block the same draft: what
-# then verifies a chain is nearly one row, many times over.
+# Drafters with normally distributed weights. With SGLang's dummy weights attention is a mean, so all tokens of a block
+# are drafted alike. A target that verifies such a chain computes nearly the same row many times.
 NORMAL_DRAFTERS = ("qwen3-8b-dflash-normal",)
-# Of the targets with recurrent layers, the slots for states that SGLang gives a request under overlap scheduling.
+# State slots that SGLang gives a request under overlap scheduling, for targets with recurrent layers.
 STATE_SLOTS = dict.fromkeys(("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"), 5)
 
 
@@ -198,9 +198,9 @@ class Pair:
 
     Attributes:
         target, drafter: names of `SHAPES` or of the tiny pair, folders, or repositories of the Hub.
-        is_dummy: random weights in the shape of real ones; there is no text, and acceptance is simulated.
-        accept_length: what is simulated where nothing else is asked for; None: the drafter's own.
-        share: of an 80 GB GPU, or of a machine without one, that an engine takes; with DFLASH and without.
+        is_dummy: random weights in the shape of real ones. There is no text, and acceptance is simulated.
+        accept_length: acceptance length to simulate by default; None to measure the drafter's.
+        share: part of an 80 GB GPU, or of a machine without one, that an engine takes: with DFLASH, and without.
     """
 
     target: str
@@ -227,24 +227,29 @@ PAIRS = {
 
 
 def find_pair(name: str) -> Pair:
-    """A pair of `PAIRS`, or `TARGET:DRAFTER`.
+    """Return a pair of `PAIRS`, or the pair of `TARGET:DRAFTER`.
 
     Raises:
-        ValueError: neither.
+        ValueError: the name is neither.
     """
     if name in PAIRS:
         return PAIRS[name]
     target, colon, drafter = name.partition(":")
     if not (target and colon and drafter):
-        raise ValueError(f"--pairs {name}: neither one of {', '.join(PAIRS)} nor TARGET:DRAFTER.")
+        raise ValueError(f"--pairs {name}: expected one of {', '.join(PAIRS)}, or TARGET:DRAFTER.")
     return Pair(target, drafter)
 
 
 def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
-    """What SGLang loads: a shape is written to `folder` as a config, and `--load-format dummy` fills in its weights.
+    """Return the path or name that SGLang loads for a model.
 
-    Those of `NORMAL_DRAFTERS` are written, too, for an update behind the start. Its `max_position_embeddings` grows to
-    `positions`, for prompts that the real model has no room for. A target gets a tokenizer too.
+    A shape is written to `folder` as a config, and SGLang fills in weights (`--load-format dummy`). Weights of
+    `NORMAL_DRAFTERS` are written too, to be loaded after the start. A target gets a tokenizer.
+
+    Args:
+        model: name of a shape or of the tiny pair, folder, or repository of the Hub.
+        folder: for shapes.
+        positions: raise a shape's `max_position_embeddings` to this, for prompts that the real model has no room for.
     """
     if model in _TINY:
         return str(_TINY[model])
@@ -262,8 +267,8 @@ def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
 
 
 def write_normal_weights(folder: Path, config: dict) -> None:
-    """Matrices of N(0, 0.02), and ones for norms, in bf16."""
-    # Who writes no weights need not wait for these.
+    """Write weights in bf16: matrices of N(0, 0.02), and ones for norms."""
+    # Imported here because they are slow to import, and seldom needed.
     import torch
     from safetensors.torch import save_file
     from support.oracle.drafter import ReferenceDrafter
@@ -277,12 +282,12 @@ def write_normal_weights(folder: Path, config: dict) -> None:
     }
     new = folder / "model.safetensors.new"
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, new)
-    # One that was interrupted is written again.
+    # The rename makes an interrupted file be written again.
     new.rename(folder / "model.safetensors")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A word for every token id, so that a server can speak: text has as many words as tokens, and is never empty."""
+    """Write a tokenizer with one word per token id, so that text has as many words as tokens and is never empty."""
     words = WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = WhitespaceSplit()

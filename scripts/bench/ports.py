@@ -1,4 +1,4 @@
-"""Ports for servers and engines that listen there only after their imports, whatever else starts in the meantime."""
+"""Ports for servers and engines, which listen only after their imports, while other processes start too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-# Below those that Linux gives to connections.
+# Below the range that Linux gives to connections.
 _ports = deque(range(10000, 32000, 500))
 random.shuffle(_ports)
 
 
 def claim_port() -> tuple[int, IO]:
-    """A port for a server that is about to start, and a lock that keeps it from other processes that claim ports until
-    it is closed; the next port is free too.
+    """Return a port for a server that is about to start, and a lock file. The next port is free too.
 
-    The one given longest ago comes first: servers that have been given one may not listen there yet.
+    Until the file is closed, no other process gets the port from this function. The port claimed longest ago is
+    tried first, because servers with a recent one may not listen yet.
+
+    Raises:
+        RuntimeError: no port is free.
     """
     for _ in range(len(_ports)):
         _ports.rotate()

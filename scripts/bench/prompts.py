@@ -1,4 +1,4 @@
-"""What benchmarks ask: the lines of a dataset, text cut to a length, or random tokens for dummy weights."""
+"""Prompts of benchmarks: lines of a dataset, text cut to a length, or random tokens for dummy weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # The dataset of the tiny pair: beginnings of Python modules that it was not trained on.
 TINY_PROMPTS = "tiny-prompts"
-# Random tokens, where a pair could be asked for text too.
+# Dataset of random tokens, for pairs that can be asked for text too.
 RANDOM_IDS = "random-ids"
 
-# The field that holds the question, in the order in which they are looked for: HumanEval, GSM8K, MATH-500, MT-Bench.
+# Names of the field with the question, in order of preference: HumanEval, GSM8K, MATH-500, MT-Bench.
 _QUESTION_FIELDS = ("prompt", "question", "problem", "turns")
 _GSM8K_MARK = "####"
 _GSM8K_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -29,11 +29,11 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 @dataclass(frozen=True)
 class Prompts:
-    """A set of prompts to measure with.
+    """A set of prompts.
 
     Attributes:
         dataset: path of a JSONL file, `TINY_PROMPTS`, or None for random tokens.
-        tokens: length that every prompt is cut to, or None for prompts as they are.
+        tokens: length to cut every prompt to; None to keep prompts whole.
     """
 
     dataset: str | None
@@ -45,14 +45,14 @@ class Prompts:
 
     @classmethod
     def parse(cls, text: str) -> Prompts:
-        """What was written so; of a dataset its file's name."""
+        """Return the prompts that `str` wrote as `text`. The dataset is only its file's name."""
         dataset, tokens = re.fullmatch(r"(.*?)(?:(?:, |^)(\d+) tokens)?", text).groups()
         return cls(dataset or None, None if tokens is None else int(tokens))
 
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a dataset; `answer` is the number that GSM8K gives."""
+    """One line of a dataset. `answer` is the number that GSM8K gives."""
 
     text: str
     answer: str | None = None
@@ -65,10 +65,10 @@ class Prompt:
 
 
 def read_dataset(path: str) -> list[Question]:
-    """The questions of a JSONL file; of MT-Bench the first turns.
+    """Return the questions of a JSONL file, of MT-Bench the first turns.
 
     Raises:
-        ValueError: naming file and line.
+        ValueError: a line cannot be read. The message names file and line.
     """
     if path == TINY_PROMPTS:
         return [Question(text) for text in json.loads((TINY_PAIR / "prompts.json").read_text())]
@@ -90,14 +90,14 @@ def read_dataset(path: str) -> list[Question]:
         else:
             questions.append(Question(text))
     if not questions:
-        raise ValueError(f"{path} has no line.")
+        raise ValueError(f"{path} is empty.")
     return questions
 
 
 def serving_format(path: str) -> str | None:
-    """The `--dataset-name` under which `sglang.bench_serving` reads a file; None for those of `read_dataset`.
+    """Return the `--dataset-name` with which bench_serving reads a file; None for files of `read_dataset`.
 
-    "sharegpt" is a JSON list of conversations, "custom" and "openai" have a conversation or a request in every line.
+    "sharegpt" is a JSON list of conversations. "custom" and "openai" have a conversation or a request in every line.
     """
     if path == TINY_PROMPTS:
         return None
@@ -108,14 +108,14 @@ def serving_format(path: str) -> str | None:
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
-        return None  # `read_dataset` says what is wrong with it
+        return None  # `read_dataset` reports the error.
     if "messages" in row:
         return "openai"
     return "custom" if "conversations" in row or "conversation" in row else None
 
 
 def final_number(text: str) -> str | None:
-    """The number of the last `\\boxed{}`, else the last number of a text, without separators and trailing zeros."""
+    """Return the number in the last `\\boxed{}`, else the last number of a text. Separators and trailing zeros go."""
     boxed = [number for content in _BOXED.findall(text) for number in _NUMBER.findall(content)]
     numbers = boxed or _NUMBER.findall(text)
     if not numbers:
@@ -127,18 +127,18 @@ def final_number(text: str) -> str | None:
 def build_prompts(
     prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, count: int, chat_arguments: dict
 ) -> list[Prompt]:
-    """Token ids to ask.
+    """Return prompts as token ids.
 
     Args:
-        prompts: what to ask.
+        prompts: the set of prompts.
         tokenizer: the target's; None for dummy weights.
-        count: at least so many prompts, where they are cut to a length.
+        count: fewest prompts to return if they are cut to a length.
         chat_arguments: for the tokenizer's chat template, if it has one.
     """
     if prompts.dataset is None:
         rng = random.Random(0)
         return [Prompt([rng.randrange(100, 4000) for _ in range(prompts.tokens)]) for _ in range(count)]
-    # The tiny pair goes on where a module was cut off; its chat template is there for chat clients to have one.
+    # The tiny pair continues a module's text. It has a chat template for chat clients only.
     is_chat = tokenizer.chat_template is not None and prompts.dataset != TINY_PROMPTS
     questions = [
         Prompt(
@@ -161,7 +161,7 @@ def tokenize_chat(tokenizer: PreTrainedTokenizerBase, text: str, chat_arguments:
 
 
 def cut(texts: list[list[int]], tokens: int, count: int) -> list[list[int]]:
-    """`count` prompts of `tokens` ids: the texts in a row, beginning with another text each."""
+    """Return `count` prompts of `tokens` ids: the texts one after another, starting with a different text each."""
     prompts = []
     for i in range(count):
         ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Measurements of a sweep: kept in a JSON file, so that it can be resumed, and shown as a table."""
+"""Measurements of a sweep, kept in a JSON file so that it can be resumed, and shown as a table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from bench.engine import MODES
 
-# What identifies a figure; the runs that share it are its repeats.
+# Fields that identify a figure. Runs that share them are repeats.
 KEY = (
     *("mode", "target", "drafter", "backend", "tp", "block_size", "draft_window", "nodes", "adaptive"),
     *("prompts", "temperature", "concurrency", "request_rate"),
 )
-# What a speed-up is taken within: modes are compared where this is the same.
+# Fields that two modes must share to be compared.
 _PLACE = ("target", "backend", "tp", "prompts", "temperature", "concurrency", "request_rate")
 METRICS = {
     "requests_per_s": ("requests/s", 2),
@@ -56,12 +56,12 @@ class Results:
     """The JSON file of a sweep.
 
     Attributes:
-        setup: hardware, versions and settings, which are the same for all runs.
-        commands: what measured them, with dates.
+        setup: hardware, versions and settings, the same for all runs.
+        commands: commands that measured the runs, with dates.
         runs: one dict of `KEY`, "repeat" and `METRICS` each.
 
     Raises:
-        ValueError: the file is of another kind, or of another set-up, whose figures these cannot stand beside.
+        ValueError: the file is not a sweep's, or has another setup. Such figures cannot be in one table.
     """
 
     def __init__(self, path: Path, setup: dict) -> None:
@@ -72,12 +72,12 @@ class Results:
         if path.exists():
             saved = json.loads(path.read_text())
             if "figures" not in saved:
-                raise ValueError(f"{path} is not a sweep's, or of an older version; choose another --out.")
+                raise ValueError(f"{path} is not a sweep's file, or is of an older version: choose another --out.")
             differing = [name for name in setup | saved["setup"] if setup.get(name) != saved["setup"].get(name)]
             if differing:
                 raise ValueError(
-                    f"{path} was measured with another {', '.join(differing)}; resume it as it was begun, or choose "
-                    "another --out."
+                    f"{path} was measured with another {', '.join(differing)}; use the settings that it was begun "
+                    "with, or choose another --out."
                 )
             self.commands = saved["commands"]
             self.runs = [
@@ -88,14 +88,14 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What was measured, whatever the set-up."""
+        """Return the results in a file, with any setup."""
         return cls(path, json.loads(path.read_text()).get("setup", {}))
 
     def has(self, key: dict) -> bool:
         return any(_part(run, KEY) == _part(key, KEY) for run in self.runs)
 
     def add_round(self, runs: list[dict], command: str) -> None:
-        """Save all repeats of configurations that took turns; they take the place of earlier ones of theirs."""
+        """Save all repeats of configurations that took turns. They replace earlier repeats of theirs."""
         if command not in self.commands:
             self.commands.append(command)
         keys = [_part(run, KEY) for run in runs]
@@ -105,13 +105,13 @@ class Results:
             for key, runs in self.repeats().items()
         ]
         saved = {"setup": self.setup, "commands": self.commands, "figures": figures}
-        # A sweep may be interrupted at any time.
+        # A sweep may be interrupted at any time, so the file is replaced in one step.
         new = self._path.with_suffix(".json.new")
         new.write_text(json.dumps(saved) + "\n")
         os.replace(new, self._path)
 
     def repeats(self) -> dict[tuple, list[dict]]:
-        """Runs by `KEY`, in the order in which they were measured."""
+        """Return the runs by `KEY`, in the order in which they were measured."""
         by_key: dict[tuple, list[dict]] = {}
         for run in self.runs:
             by_key.setdefault(_part(run, KEY), []).append(run)
@@ -119,7 +119,7 @@ class Results:
 
 
 def _measured(run: dict) -> dict:
-    # To six digits, which is more than any of them is known to.
+    # Six digits are more than the precision of any figure.
     return {name: float(f"{run[name]:.6g}") for name in METRICS if name in run}
 
 
@@ -128,13 +128,13 @@ def _part(run: dict, names: tuple[str, ...]) -> tuple:
 
 
 def speedup(runs: list[dict], base: list[dict]) -> Spread:
-    """Tokens/s of one configuration over another's, turn by turn: what disturbed one turn disturbed both."""
+    """Return the tokens/s of one configuration over another's, turn by turn. A disturbance of a turn affects both."""
     pairs = zip(runs, base, strict=True)
     return Spread.of(run["tokens_per_s"] / other["tokens_per_s"] for run, other in pairs)
 
 
 def table(results: Results) -> list[str]:
-    """A Markdown row for every figure, with speed-ups over no speculation and over the in-tree worker."""
+    """Return the rows of a Markdown table, with speed-ups over no speculation and over the in-tree worker."""
     figures = results.repeats()
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
     has_rates = any(run["request_rate"] is not None for run in results.runs)
@@ -166,8 +166,11 @@ def table(results: Results) -> list[str]:
 
 
 def _comparable(run: dict, base: dict) -> bool:
-    """Whether a speed-up of `run` over `base` means anything: only "none" has no drafter to be the same, and in-tree
-    has nothing but chains of whole blocks."""
+    """Return whether a speed-up of `run` over `base` has a meaning.
+
+    The drafter must be the same, except for the base without speculation. The in-tree worker has only chains of whole
+    blocks.
+    """
     names = _PLACE if base["mode"] == "none" else (*_PLACE, "drafter", "block_size", "draft_window")
     return run["mode"] != "none" and _part(run, names) == _part(base, names)
 
@@ -176,7 +179,7 @@ def _order(run: dict) -> tuple:
     return (
         *(str(run[name] or "") for name in ("target", "backend")),
         run["tp"],
-        # By length, not by digits.
+        # By length, not as text.
         re.sub(r"\d+", lambda number: number[0].zfill(9), run["prompts"]),
         run["temperature"],
         run["concurrency"],
@@ -191,12 +194,12 @@ def _order(run: dict) -> tuple:
 
 
 def short(model: str | None) -> str:
-    """The last two parts of a path or name."""
+    """Return the last two parts of a path or name."""
     return "" if model is None else "/".join(model.rstrip("/").split("/")[-2:])
 
 
 def markdown(results: Results, title: str, chart: str | None) -> str:
-    """The report: what was measured, where, by which command, and every figure; `chart` is a file beside it."""
+    """Return the report: setup, commands and every figure. `chart` is a file in the same folder."""
     setup = results.setup
     lines = [
         f"# {title}",

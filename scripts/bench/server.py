@@ -1,4 +1,4 @@
-"""One configuration: a `sglang.launch_server` in a process of its own, asked by SGLang's own benchmark."""
+"""Measurement of one configuration by `sglang.launch_server` in its own process and SGLang's own benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.ports import claim_port
 
 
 def server_flags(arguments: dict) -> list[str]:
-    """Arguments of `sglang.Engine` as flags of `sglang.launch_server`."""
+    """Return arguments of `sglang.Engine` as flags of `sglang.launch_server`."""
     flags = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -31,7 +31,7 @@ def server_flags(arguments: dict) -> list[str]:
 
 
 def kv_tokens(workload: Workload) -> int:
-    """KV slots of as many requests as there are clients: servers that are compared live on the GPU side by side."""
+    """Return the KV slots for as many requests as there are clients. Servers that are compared share the GPU."""
     longest = max(
         workload.serving.context_tokens if prompts.tokens is None else prompts.tokens + workload.new_tokens
         for prompts in workload.prompts
@@ -40,7 +40,7 @@ def kv_tokens(workload: Workload) -> int:
 
 
 class ServerProcess:
-    """Starts at once; `wait_until_ready` before measuring. As `EngineProcess`, for workloads with `serving`."""
+    """A server for workloads with `serving`, with the methods of `EngineProcess`. It starts at once."""
 
     def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
         self.configuration = configuration
@@ -85,17 +85,17 @@ class ServerProcess:
         return self._log.read()[-6000:]
 
     def warm_up(self, load: Load) -> None:
-        """Nothing: bench_serving warms up by itself, before each run."""
+        """Do nothing: bench_serving warms up before each run."""
 
     def measure(self, load: Load) -> dict:
-        """The figures of one run of bench_serving, by their names in `METRICS`."""
+        """Return the figures of one run of bench_serving, by their names in `METRICS`."""
         try:
             return bench_serving(self._url, self._workload, load, self._is_dummy, environment("none", self._device))
         except RuntimeError as error:
             raise RuntimeError(f"{self.configuration}: {error}\n{self._log_tail()}") from error
 
     def stop(self) -> None:
-        """End the server and every process that it started, in whatever state."""
+        """End the server and every process that it started, in any state."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._port_claim.close()

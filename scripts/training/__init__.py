@@ -1,1 +1,1 @@
-"""How `scripts/train_pair.py` trains: what its pairs share, and a folder of stages for each pair."""
+"""Training for `scripts/train_pair.py`: code that the pairs share, and a folder of stages for each pair."""

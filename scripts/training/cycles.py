@@ -1,7 +1,7 @@
-"""What cycles would commit of a text that the target has written alone, in chains and in trees.
+"""Committed tokens of the cycles over a text that the target wrote alone, for chains and for trees.
 
-A proposal of one token is accepted if the target draws that very token, be it greedy or sampled. So such a text says
-what every cycle would have committed.
+A draft is accepted if the target chooses the same token, greedily or by sampling. So the text determines what every
+cycle would have committed.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from sglang_dflash.types import Trees
 def num_correct_in_trees(
     logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, sizes: Sequence[int], num_candidates: int
 ) -> Tensor:
-    """How many tokens of the target's text are on a path of each block's tree, from the root on.
+    """Return the number of the text's tokens that are on a path of each block's tree, from the root on.
+
+    Letters in shapes: M blocks.
 
     Args:
-        logits: [M, B - 1, vocab], the drafter's, of M blocks.
-        labels: [M, B - 1] int64, the tokens that the target wrote; -1 behind its text.
-        texts: [M, T] int64, before each block and with the token that it begins with.
-        lens: [M] int64, tokens of those.
-        sizes: of trees, in nodes, the root among them.
-        num_candidates: at each depth, at most 16.
+        logits: [M, W - 1, V]. The drafter's.
+        labels: [M, W - 1] int64. The tokens that the target wrote; -1 after the text's end.
+        texts: [M, T] int64. The text before each block, and the block's first token.
+        lens: [M] int64. Lengths of those texts.
+        sizes: numbers of nodes of a tree, with the root.
+        num_candidates: candidates per depth, at most 16.
 
     Returns:
         [len(sizes), M] int64.
@@ -35,7 +37,7 @@ def num_correct_in_trees(
     values, columns, log_sums = ops.top_columns(logits.flatten(0, 1), num_candidates)
     candidates, values = (best.view(num_blocks, depths, -1) for best in (columns, values))
     log_sums = log_sums.view(num_blocks, depths)
-    # Of requests without a context: a node's position is its depth.
+    # With an empty context the position of a node is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
     own_rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
     # No token follows the last depth.
@@ -52,8 +54,12 @@ def num_correct_in_trees(
 
 
 def walk(length: int, num_correct: list[int]) -> list[int]:
-    """What the cycles over `length` tokens commit, of which the prefill gives the first; `num_correct` drafts at each
-    of them."""
+    """Return the tokens that each cycle commits over a text of `length` tokens, of which the prefill gives the first.
+
+    Args:
+        length: tokens of the text.
+        num_correct: correct drafts of a cycle that starts at each token.
+    """
     at, committed = 0, []
     while at < length - 1:
         committed.append(min(num_correct[at] + 1, length - 1 - at))
@@ -62,7 +68,7 @@ def walk(length: int, num_correct: list[int]) -> list[int]:
 
 
 def ratio(tokens: Tensor, cycles: Tensor) -> tuple[float, float]:
-    """All tokens over all cycles, of each prompt, and its standard error."""
+    """Return all tokens over all cycles, and the standard error of that ratio. Both inputs are [prompts]."""
     mean = tokens.sum() / cycles.sum()
     spread = (tokens - mean * cycles).square().sum() * len(tokens) / max(1, len(tokens) - 1)
     return round(float(mean), 3), round(float(spread.sqrt() / cycles.sum()), 3)

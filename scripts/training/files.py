@@ -1,4 +1,4 @@
-"""What all stages write: checkpoints, JSON, loss curves."""
+"""Output of all stages: checkpoints, JSON, loss curves."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 
 def save_checkpoint(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`, the weights in bfloat16; a file is there whole or not at all."""
+    """Write `config.json` and `model.safetensors` in bfloat16. A file is either complete or absent."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
     partial = folder / "model.partial"
@@ -29,16 +29,17 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The contents of a JSON file."""
+    """Return the content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def plot_losses(losses: dict[str, dict], titles: dict[str, str], path: Path) -> None:
-    """Trainings side by side: training loss, held-out loss, and the acceptance length of the last, a drafter.
+    """Plot training and held-out losses of each training, and the acceptance length of the last, a drafter.
 
     Args:
-        losses: of each training, what `loop.train` wrote.
-        titles: of the same keys.
+        losses: by training, the losses that `loop.train` wrote.
+        titles: by training.
+        path: of the picture.
     """
     figure, axes = plt.subplots(
         1, len(losses), figsize=(6.5 * len(losses), 4.5), constrained_layout=True, squeeze=False

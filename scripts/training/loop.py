@@ -1,4 +1,4 @@
-"""The training loop of all models: resumable, bounded in time, losses kept for the report."""
+"""Training loop of all models: it resumes, has a time limit, and keeps losses for the report."""
 
 import json
 import math
@@ -15,16 +15,16 @@ from training import processes
 from training.files import write_json
 from training.muon import Muon
 
-# Reading a loss makes the GPU wait, so losses and the clock are read once in so many steps.
+# Reading a loss waits for the GPU, so losses and the clock are read once in this many steps.
 STEPS_PER_READING = 20
 
 
 @dataclass
 class TrainSettings:
-    """One training: AdamW, or Muon for matrices; warm-up, then a cosine to `min_lr_ratio`.
+    """Settings of one training: AdamW, or Muon for matrices; warm-up, then a cosine to `min_lr_ratio`.
 
-    `max_seconds` bounds the wall time: on a slow machine the schedule advances with the clock instead of the
-    steps, so that the learning rate still ends low. On a fast one the steps alone decide, and a run repeats.
+    `max_seconds` limits the wall time. On a slow machine the schedule then follows the clock instead of the steps, so
+    that the learning rate still ends low. On a fast machine the steps alone decide, and a run is reproducible.
     """
 
     steps: int
@@ -39,14 +39,14 @@ class TrainSettings:
     max_grad_norm: float = 1.0
 
     def learning_rate(self, step: int, progress: float) -> float:
-        """Learning rate at `step`, `progress` in [0, 1] being the share of the training that is done."""
+        """Return the learning rate at `step`; `progress` in [0, 1] is the share of the training that is done."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
         decayed = self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine
         return self.peak_lr * min(1.0, (step + 1) / self.warmup_steps) * decayed
 
 
 def step_generator(seed: int, stage: int, step: int, device: str) -> torch.Generator:
-    """Random numbers that depend on (seed, stage, step, process) only: a resumed run repeats an unbroken one."""
+    """Return a generator that depends on seed, stage, step and process only, so that a resumed run is reproducible."""
     number = (seed * 8 + stage) * 1_000_000 + step
     return torch.Generator(device).manual_seed(number * 64 + processes.rank())
 
@@ -60,12 +60,16 @@ def train(
     settings: TrainSettings,
     work: Path,
 ) -> None:
-    """Train `model` in place and write `work/<name>_losses.json`; several processes average their gradients.
+    """Train `model` in place and write `work/<name>_losses.json`. Several processes average their gradients.
 
     Args:
-        loss_at: step -> scalar loss of that step's batch; the batch depends on the step and the process alone.
-        evaluate: held-out metrics by name; called with the model in eval mode, by every process.
-        save: writes the model; called with every checkpoint and at the end, by the first process.
+        name: of the training, for its files.
+        model: to train.
+        loss_at: returns the scalar loss of a step's batch. The batch depends only on the step and the process.
+        evaluate: returns held-out metrics by name. Every process calls it, with the model in eval mode.
+        save: writes the model. The first process calls it with every checkpoint and at the end.
+        settings: of the training.
+        work: folder for checkpoints and losses.
     """
     optimizers = make_optimizers(model, settings)
     checkpoint = work / f"{name}_checkpoint.pt"
@@ -121,7 +125,7 @@ def train(
 
 
 def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """What decays matrices and leaves norm weights alone."""
+    """Return optimizers with weight decay for matrices and without it for norm weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups = [{"params": vectors, "weight_decay": 0.0}]
@@ -134,7 +138,7 @@ def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.opt
 
 
 def evaluate_in_eval_mode(model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Run `evaluate` without gradients and round what it gives."""
+    """Run `evaluate` without gradients and round its metrics."""
     model.eval()
     with torch.no_grad():
         metrics = {key: round(value, 4) for key, value in evaluate().items()}
@@ -150,7 +154,7 @@ def save_state(
     elapsed: float,
     history: dict,
 ) -> None:
-    """Write a checkpoint in one rename, so that a run that is cut off leaves the last whole one."""
+    """Write a checkpoint and rename it, so that an interrupted run leaves the last complete one."""
     state = {
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],

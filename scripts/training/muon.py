@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied (kellerjordan.github.io/posts/muon).
+"""Muon: momentum whose matrices are orthogonalised before they are applied (kellerjordan.github.io/posts/muon).
 
-`torch.optim.Muon` computes the same one matrix after the other; for a small drafter that is more kernels than its
-backward has. Here all matrices of a shape go through the iteration together.
+`torch.optim.Muon` processes one matrix after another; for a small drafter that is more kernels than its backward has.
+Here all matrices of one shape go through the iteration together.
 """
 
 import math
@@ -10,16 +10,16 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-# Of the quintic iteration, from the same source: singular values come out between about 0.7 and 1.2.
+# Of the quintic iteration, from the same source. Singular values end between about 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-# An update's elements are as large as AdamW's with this (Liu et al. 2025, arXiv 2502.16982), so a learning rate that
-# suits one suits the other.
+# With this, the elements of an update are as large as AdamW's (Liu et al. 2025, arXiv 2502.16982). So both optimizers
+# can use the same learning rate.
 UPDATE_RMS = 0.2
 
 
 class Muon(torch.optim.Optimizer):
-    """Of matrices alone; Nesterov momentum, decoupled weight decay."""
+    """Muon for matrices, with Nesterov momentum and decoupled weight decay."""
 
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -27,12 +27,12 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.ndim != 2:
                     raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(parameter.shape)}")
-                # Here, not at the first step: a checkpoint then always has it.
+                # Created here, not in the first step, so that every checkpoint has it.
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Every parameter must have its gradient."""
+        """Update all parameters, each of which must have its gradient."""
         for group in self.param_groups:
             of_shape = defaultdict(list)
             for parameter in group["params"]:
@@ -49,13 +49,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly, by the Newton-Schulz iteration.
+    """Return approximately the nearest (semi-)orthogonal matrices, by the Newton-Schulz iteration.
 
     Args:
-        matrices: [K, rows, columns].
+        matrices: [matrices, rows, columns].
 
     Returns:
-        [K, rows, columns], bf16 on a GPU.
+        [matrices, rows, columns], bf16 on a GPU.
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     is_tall = x.shape[1] > x.shape[2]

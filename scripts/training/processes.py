@@ -1,4 +1,4 @@
-"""Processes of one host that train together, a GPU each (`torchrun`); a process alone is the case of one."""
+"""Processes of one host that train together, one GPU each (`torchrun`). A single process needs no special case."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def join(device: str) -> None:
-    """Meet the other processes, if `torchrun` started this one; each takes the GPU of its rank."""
+    """Join the other processes if `torchrun` started this one. Each takes the GPU of its rank."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         if device == "cuda":
@@ -16,29 +16,29 @@ def join(device: str) -> None:
 
 
 def leave() -> None:
-    """The end of what :func:`join` began."""
+    """Leave the group that :func:`join` joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """This process's number."""
+    """Return this process's rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def wait() -> None:
-    """Return when all have come here."""
+    """Wait until all processes have called this."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def first_says(value: float) -> float:
-    """The first process's value: what is decided by a clock must be decided alike by all."""
+    """Return the first process's value, so that all processes take decisions by a clock alike."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -47,7 +47,7 @@ def first_says(value: float) -> float:
 
 
 def gather(value: object) -> list:
-    """Everyone's value, by rank."""
+    """Return every process's value, by rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * count()
@@ -56,7 +56,7 @@ def gather(value: object) -> list:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace every gradient by its mean over the processes, in one message."""
+    """Replace every gradient by its mean over the processes, in one all-reduce."""
     if not dist.is_initialized():
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -68,7 +68,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average(value: Tensor) -> Tensor:
-    """The mean over the processes of a tensor on the training's device."""
+    """Return the mean over the processes of a tensor on the training's device."""
     if dist.is_initialized():
         dist.all_reduce(value)
         value = value / count()

@@ -48,7 +48,7 @@ def test_datasets(tmp_path):
     [
         ("{", "data.jsonl:1 is not JSON"),
         ('{"text": ""}', "data.jsonl:1 has none of the fields prompt"),
-        ("", "no line"),
+        ("", "data.jsonl is empty"),
     ],
 )
 def test_bad_datasets(tmp_path, text, message):
@@ -189,7 +189,7 @@ def test_normal_weights(tmp_path):
 
 def test_pairs():
     assert find_pair("a/b:c/d") == Pair("a/b", "c/d")
-    with pytest.raises(ValueError, match="--pairs qwen4: neither one of tiny"):
+    with pytest.raises(ValueError, match="--pairs qwen4: expected one of tiny"):
         find_pair("qwen4")
 
 
@@ -201,11 +201,11 @@ def test_pairs():
         ("--pairs qwen3-8b-normal --device cuda", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs qwen3-8b-normal --modes ours --measure serving", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
-        ("--measure decode --prompt-tokens 64", "--measure decode: with trained weights"),
-        ("--measure decode --accept-length 4", "--measure decode: with trained weights"),
+        ("--measure decode --prompt-tokens 64", "--measure decode: trained weights need"),
+        ("--measure decode --accept-length 4", "--measure decode: trained weights need"),
         ("--datasets nowhere.jsonl", "--datasets nowhere.jsonl: no such file"),
-        ("--request-rates 4", "--request-rates: for --measure serving only"),
-        ("--measure decode --own-lengths", "--own-lengths: for --measure serving only"),
+        ("--request-rates 4", "--request-rates: only for --measure serving"),
+        ("--measure decode --own-lengths", "--own-lengths: only for --measure serving"),
         ('--engine-arguments {"tp_size":2}', "--engine-arguments: tp_size"),
         ('--engine-arguments {"speculative_eagle_topk":8}', "--engine-arguments: speculative_eagle_topk"),
     ],

@@ -1,6 +1,6 @@
-"""The hybrid pair: a Qwen3.5 target, Gated DeltaNet beside full attention, and its DFlash drafter, 0.9 M parameters.
+"""The hybrid pair: a Qwen3.5 target with Gated DeltaNet and full attention, and its DFlash drafter, 0.9 M parameters.
 
-It is trained as the tiny pair is, by the same stages.
+It is trained by the stages of the tiny pair.
 """
 
 from training import tiny

@@ -1,4 +1,4 @@
-"""The hybrid pair's models: as small as SGLang's kernels for recurrent layers and for attention take them."""
+"""Settings of the hybrid pair: the smallest models that SGLang's kernels for recurrent layers and attention support."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from training.loop import TrainSettings
 from training.tiny import settings as tiny
 
 HIDDEN_SIZE = 128
-# Half of the tiny pair's, as the embedding has a tenth of the weights.
+# Half of the tiny pair's, so that the embedding has a tenth of the weights.
 VOCAB_SIZE = 512
 
 TARGET_CONFIG = {
@@ -18,7 +18,7 @@ TARGET_CONFIG = {
     "bos_token_id": tiny.EOS_ID,
     "dtype": "bfloat16",
     "eos_token_id": tiny.EOS_ID,
-    # Layers in a row of which the last one has full attention: SGLang reads this one, transformers the types.
+    # Every fourth layer has full attention. SGLang reads this field, transformers reads the types.
     "full_attention_interval": 4,
     "head_dim": 64,
     "hidden_act": "silu",
@@ -27,7 +27,7 @@ TARGET_CONFIG = {
     "intermediate_size": 80,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "linear_conv_kernel_dim": 4,
-    # The sizes of published models, which SGLang's kernels are made for.
+    # The sizes of published models, for which SGLang's kernels are made.
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -60,7 +60,7 @@ DRAFTER_CONFIG = tiny.DRAFTER_CONFIG | {
 
 @dataclass
 class HybridSettings(tiny.Settings):
-    """The tiny pair's, with other models and bounds; one H200 takes six minutes."""
+    """Settings of the tiny pair with other models and limits. Training takes six minutes on one H200."""
 
     target_config: dict = field(default_factory=lambda: TARGET_CONFIG)
     drafter_config: dict = field(default_factory=lambda: DRAFTER_CONFIG)

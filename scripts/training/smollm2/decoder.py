@@ -1,4 +1,4 @@
-"""Rows of text that grow together, one token per step: what is given is read, the rest is chosen."""
+"""Rows of text that grow together by one token per step. Given tokens are read, other tokens are chosen."""
 
 from collections.abc import Callable
 
@@ -9,17 +9,17 @@ from tqdm import tqdm
 from training import processes
 from training.smollm2.llama import Cache, Llama
 
-# Logits [N, vocab] float32 of the tokens at `Rows.position` -> [N] int64.
+# Takes logits [rows, V] float32 of the tokens at `Rows.position`, returns tokens [rows] int64.
 Choose = Callable[[Tensor], Tensor]
 
 
 class Rows:
-    """N rows of `length` tokens.
+    """Rows of `length` tokens each.
 
     Attributes:
-        tokens: [N, length] int64.
-        given: [N, length] bool, which of them are there before their step.
-        position: [1] int64, the one that is being decided; on the device, for the sake of CUDA graphs.
+        tokens: [rows, length] int64.
+        given: [rows, length] bool. Tokens that are known before their step.
+        position: [1] int64. The position to decide next; on the device, for CUDA graphs.
     """
 
     def __init__(self, llama: Llama, num_rows: int, length: int):
@@ -30,13 +30,13 @@ class Rows:
         self.position = torch.zeros(1, dtype=torch.long, device=llama.device)
 
     def start(self, first: int) -> None:
-        """All rows give at least `first` tokens: read them in one forward, and decide what follows."""
+        """Read the first `first` tokens, which all rows give, in one forward; then the token after them is decided."""
         if first > 1:
             self.llama.prefill(self.tokens[:, : first - 1], self.cache)
         self.position.fill_(first - 1)
 
     def step(self, choose: Choose) -> None:
-        """Decide the token after `position` in every row, and go there."""
+        """Decide the token after `position` in every row, and move to it."""
         current = self.tokens.index_select(1, self.position)[:, 0]
         logits = self.llama.next_logits(current, self.position, self.cache)
         self.position += 1
@@ -46,7 +46,7 @@ class Rows:
         self.tokens.index_copy_(1, self.position, torch.where(is_given, there, chosen))
 
     def record(self, choose: Choose) -> Callable[[], None]:
-        """:meth:`step` as a CUDA graph, to be called again and again; on a CPU, as it is. Leaves disorder."""
+        """Return :meth:`step` as a CUDA graph to call repeatedly; on a CPU, the method. It overwrites the rows."""
         if self.llama.device.type == "cpu":
             return lambda: self.step(choose)
         side = torch.cuda.Stream()
@@ -62,17 +62,19 @@ class Rows:
 
 
 def run_steps(step: Callable[[], None], count: int, name: str) -> None:
-    """Call `step` so often, with a bar."""
+    """Call `step` `count` times, with a progress bar."""
     for _ in tqdm(range(count), desc=name, mininterval=10, disable=processes.rank() != 0):
         step()
 
 
 def sample(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Draw from softmax(logits / temperature), or take the best where that is 0 (Gumbel's trick, without a division).
+    """Sample from softmax(logits / temperature), or take the argmax if the temperature is 0.
+
+    It uses Gumbel's trick, which needs no division.
 
     Args:
-        logits: [N, vocab] float32; changed.
-        temperatures: [N] float32.
+        logits: [rows, V] float32; changed.
+        temperatures: [rows] float32.
     """
     noise = torch.empty_like(logits).exponential_().log_().neg_()
     return logits.addcmul_(noise, temperatures[:, None]).argmax(-1)

@@ -1,4 +1,4 @@
-"""Drafter stage: block drafting learned from the frozen target's features and its own answers."""
+"""Drafter stage: block drafting, learned from the frozen target's features and its own answers."""
 
 from dataclasses import dataclass
 
@@ -26,13 +26,19 @@ from training.smollm2.head_loss import head_loss
 from training.smollm2.llama import Llama
 from training.smollm2.settings import DRAFTER_CONFIG, DRAFTER_STAGE, POOL_STAGE, Settings
 
-# The step number that draws the anchors of the measurement.
+# The step number that draws the anchors of the evaluation.
 VALIDATION_STEP = 999_999
 
 
 @dataclass
 class Batch:
-    """Rows of `conversations.run`: tokens and best [N, T] int64, is_answer [N, T] bool, temperatures [N] of answers."""
+    """Rows of `conversations.run`.
+
+    Attributes:
+        tokens, best: [bs, T] int64.
+        is_answer: [bs, T] bool.
+        temperatures: [bs] of the answers.
+    """
 
     tokens: Tensor
     best: Tensor
@@ -40,16 +46,16 @@ class Batch:
     temperatures: Tensor
 
     def joined(self, num_rows: int) -> "Batch":
-        """The same as fewer and longer rows: conversations one after the other."""
+        """Return the same tokens as fewer and longer rows, with conversations one after another."""
         flat = (values.view(num_rows, -1) for values in (self.tokens, self.best, self.is_answer))
         return Batch(*flat, self.temperatures.view(num_rows, -1))
 
 
 class Conversations:
-    """The rows of this process, and features of some of them, which serve many batches.
+    """Rows of this process, and a pool of their features that serves many batches.
 
-    The target's forward takes as long as the drafter's training on what it gives, so it runs once for `pool_rows` rows,
-    from which the batches of some hundred steps are drawn. All rows have come after some pools.
+    The target's forward takes as long as the drafter's training on its features. So it runs once for `pool_rows` rows,
+    from which the batches of some hundred steps are drawn. After some pools all rows have been used.
     """
 
     def __init__(self, llama: Llama, settings: Settings):
@@ -58,34 +64,34 @@ class Conversations:
         self.num_train = num_train_rows(len(self.rows.tokens), settings)
         self.llama, self.settings = llama, settings
         self.layer_ids = DRAFTER_CONFIG["dflash_config"]["target_layer_ids"]
-        # Some features are a hundred times as large as others. The optimizer, whose steps are equally long in all
-        # weights, gets them normalised; what is saved reads them as they are.
+        # Some features are a hundred times as large as others. The optimizer's steps are equally long in all weights,
+        # so it gets normalised features. The saved weights read the features unscaled.
         first = self.take(torch.arange(settings.drafter_batch, device=settings.device))
         self.feature_scale = feature_sizes(llama.features(first.tokens, self.layer_ids))
-        # The pool: numbers of rows, and what `read` says of them, written over by the next one's.
+        # The pool: indices of rows, and the result of `read` for them, which the next pool overwrites.
         self.pool_number, self.pool = None, None
         read = self.read(first)
         shape = (min(settings.pool_rows, self.num_train), *read.shape[1:])
         self.pool_read = torch.empty(shape, dtype=read.dtype, device=settings.device)
 
     def take(self, indices: Tensor) -> Batch:
-        """Rows by their numbers."""
+        """Return rows by their indices."""
         rows = self.rows
         return Batch(
             rows.tokens[indices].long(), rows.best[indices].long(), rows.is_answer[indices], rows.temperatures[indices]
         )
 
     def held_out(self) -> Tensor:
-        """Numbers of the rows that are measured."""
+        """Return the indices of the rows that are held out for evaluation."""
         numbers = torch.arange(self.num_train, len(self.rows.tokens), device=self.settings.device)
         return numbers[: self.settings.validation_rows]
 
     def features(self, batch: Batch) -> Tensor:
-        """[N, T, F], normalised, in the target's dtype."""
+        """Return features [bs, T, F], normalised, in the target's dtype."""
         return self.read(batch)[..., : len(self.feature_scale)]
 
     def read(self, batch: Batch) -> Tensor:
-        """Features, and what the target's lm_head reads: [N, T, F + hidden]."""
+        """Return features and the input of the target's lm_head: [bs, T, F + H]."""
         num_features = len(self.feature_scale)
         states = self.llama.features(batch.tokens, [*self.layer_ids, self.llama.num_layers - 1])
         states[..., :num_features] /= self.feature_scale
@@ -93,7 +99,7 @@ class Conversations:
         return states
 
     def draw(self, step: int, generator: torch.Generator) -> tuple[Batch, Tensor, Tensor]:
-        """A step's batch, its features, and what the target's lm_head reads, [N, T, hidden]."""
+        """Return a step's batch, its features, and the input of the target's lm_head, [bs, T, H]."""
         settings, device = self.settings, self.settings.device
         if step % settings.long_every == settings.long_every - 1:
             shape = (settings.long_batch * settings.long_parts,)
@@ -137,7 +143,7 @@ def run(settings: Settings) -> None:
         labels, counts = greedy_labels(batch, anchors, block_size)
         counts &= torch.arange(1, block_size, device=sizes.device) < sizes[..., None]
         weights = (counts * row_weights(block_size, settings.loss_gamma, counts.device)).flatten()
-        # Leaves out rows that do not count and, where those are fewer, rows that count little.
+        # Leave out tokens that do not count, and the tokens of least weight beyond the share.
         weights, chosen = weights.topk(int(settings.head_share * len(weights)), sorted=False)
         weights = weights / weights.sum().clamp(min=1)
         return head_loss(
@@ -160,7 +166,7 @@ def run(settings: Settings) -> None:
             with autocast(hidden.device):
                 logits = F.linear(hidden, llama.embedding)
             labels = after_anchors(batch.tokens, anchors, block_size)
-            # What follows an answer is not the target's to say.
+            # The tokens after an answer are not the target's.
             counts = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1).bool()
             sums += torch.stack([block_loss(logits, labels, counts, settings.loss_gamma), sums.new_ones(())])
             lengths = accept_lengths(logits.argmax(-1), labels, counts).float().mean(-1)
@@ -183,13 +189,14 @@ def run(settings: Settings) -> None:
 
 
 def greedy_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """What a block should draft: what the target holds best, as long as the text goes that way.
+    """Return the labels of drafts: the target's argmax, as long as the text follows it.
 
-    A draft is accepted only after all before it are, and those are the best tokens. So what the target says after a
-    token that was drawn against the odds is no label; that token's own place has one, which the text does not show.
+    A draft is accepted only if all drafts before it are, and those equal the argmax. So after a token that differs from
+    the argmax no label counts. At that token itself the argmax is the label, which the text does not show.
 
     Returns:
-        labels, counts: [N, A, B - 1] int64, bool.
+        labels: [bs, A, W - 1] int64.
+        counts: [bs, A, W - 1] bool. Which labels count.
     """
     is_answer = after_anchors(batch.is_answer, anchors, block_size)
     follows = after_anchors(batch.is_answer & (batch.tokens == batch.best), anchors, block_size).cumprod(-1)
@@ -198,31 +205,32 @@ def greedy_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tenso
 
 
 def before_labels(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """What the target's lm_head reads [N, T, hidden] at the tokens before the labels: [N * A * (B - 1), hidden]."""
+    """Return the inputs of the target's lm_head for the labels: [bs, T, H] -> [bs * A * (W - 1), H]."""
     positions = (anchors[..., None] + torch.arange(block_size - 1, device=anchors.device)).flatten(1)
     starts = torch.arange(len(anchors), device=anchors.device)[:, None] * target_hidden.shape[1]
     return target_hidden.flatten(0, 1)[(starts + positions).flatten()]
 
 
 def random_sizes(anchors: Tensor, block_size: int, cut_share: float, generator: torch.Generator) -> Tensor:
-    """Sizes of blocks [N, A]: B, or for a share of them any that has a draft."""
+    """Return sizes of blocks [bs, A]: W, or for a share of them a random size of at least 2."""
     draws = torch.rand(2, *anchors.shape, generator=generator, device=anchors.device)
     cut = 2 + (draws[0] * (block_size - 2)).long()
     return torch.where(draws[1] < cut_share, cut, block_size)
 
 
 def feature_sizes(features: Tensor) -> Tensor:
-    """The root mean square of each feature, the same for all processes: [N, T, F] -> [F], in their dtype."""
-    # The first token's are of another order than all others'.
+    """Return the root mean square of each feature over all processes: [bs, T, F] -> [F], in their dtype."""
+    # The features of the first token have another order of magnitude.
     squares = processes.average(features[:, 1:].float().square().mean((0, 1)))
     return squares.sqrt().to(features.dtype)
 
 
 def new_drafter(feature_scale: Tensor, settings: Settings) -> ReferenceDrafter:
-    """The one that is gone on from, or one of random weights; float32.
+    """Return the drafter to continue from, or one with random weights, in float32.
 
     Args:
-        feature_scale: [F], what features are divided by before `fc` reads them.
+        feature_scale: [F]. Features are divided by it before `fc` reads them.
+        settings: of the run.
     """
     if settings.init is not None:
         drafter = ReferenceDrafter.from_pretrained(settings.init).train().to(settings.device)
@@ -234,5 +242,5 @@ def new_drafter(feature_scale: Tensor, settings: Settings) -> ReferenceDrafter:
 
 
 def num_train_rows(num_rows: int, settings: Settings) -> int:
-    """Rows of one process that are trained on, the first."""
+    """Return the number of rows of one process to train on, from the first."""
     return num_rows - max(1, round(settings.held_out_share * num_rows))

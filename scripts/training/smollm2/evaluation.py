@@ -1,8 +1,8 @@
-"""Eval stage: what a cycle commits, on prompts of several kinds, greedy and sampled.
+"""Eval stage: committed tokens per cycle, on prompts of several kinds, greedy and sampled.
 
-A proposal of one token is accepted if the target draws that very token. So the text that the target writes alone says
-what every cycle would have committed: all of it is drafted in one forward, a block at each token, and then the
-cycles are walked from block to block.
+A draft is accepted if the target chooses the same token. So the text that the target writes alone determines what every
+cycle would have committed. One forward drafts a block at each token of the text, and the cycles are then followed from
+block to block.
 """
 
 import math
@@ -24,17 +24,16 @@ from training.smollm2.llama import Llama, head_logits
 from training.smollm2.prompts import make_prompts
 from training.smollm2.settings import TURN_END_ID, Settings
 
-# Sequences that are drafted at once.
+# Sequences that are drafted in one forward.
 BATCH = 4
 TOP = (1, 2, 4, 8)
-# Nodes of trees that have room for a whole block, of so many candidates at each depth; blocks whose trees are grown at
-# once.
+# Nodes of trees that have room for a whole block, candidates per depth, and blocks whose trees are built together.
 TREES, CANDIDATES, TREE_BATCH = (16, 32, 64), 8, 256
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target chooses; `temperature` 0 is greedy."""
+    """Sampling parameters of the target; `temperature` 0 is greedy."""
 
     name: str
     temperature: float
@@ -51,7 +50,7 @@ SAMPLINGS = (
 
 
 def run(settings: Settings) -> None:
-    """Write `out/prompts.json`, and `report/eval.json` anew after each kind of prompts."""
+    """Write `out/prompts.json`. Write `report/eval.json` after each kind of prompts."""
     tokenizer = load_tokenizer(settings)
     llama = Llama(settings.target_dir, settings.device)
     drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir).to(settings.device)
@@ -64,7 +63,7 @@ def run(settings: Settings) -> None:
 
     results = {}
     for kind, texts in read_json(settings.work / "eval_prompts.json").items():
-        # Of few conversations, none may be held out that chats can begin with.
+        # With few conversations, no held-out one may be a prompt.
         if not texts:
             continue
         messages = [[{"role": "user", "content": text}] for text in texts]
@@ -83,10 +82,14 @@ def run(settings: Settings) -> None:
 
 @dataclass
 class Measured:
-    """Of some prompts: tokens and cycles per prompt, how many cycles committed what, and the drafter's ranking.
+    """Measurements of some prompts.
 
-    `cycles` are of chains and of each size of trees in turn. `hits` [len(TOP), B - 1]: how often the right token was
-    among the first so many, at each depth; `num` [B - 1].
+    Attributes:
+        tokens: per prompt.
+        cycles: per prompt, of chains and of trees of each size.
+        lengths: number of cycles by the tokens that they committed.
+        hits: [len(TOP), W - 1]. Times that the right token was among the first `TOP` candidates, per depth.
+        num: [W - 1]. Labels per depth.
     """
 
     tokens: list[int]
@@ -114,7 +117,7 @@ def measure(
 
 
 def continue_prompts(llama: Llama, prompts: list[list[int]], settings: Settings) -> tuple[Tensor, Tensor]:
-    """tokens [samplings * prompts, length] int64 and the first generated position of each [samplings * prompts]."""
+    """Return tokens [samplings * prompts, length] int64, and the first generated position of each row."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     num_prompts = len(prompts)
     rows = Rows(llama, len(SAMPLINGS) * num_prompts, longest + settings.eval_tokens)
@@ -137,7 +140,7 @@ def continue_prompts(llama: Llama, prompts: list[list[int]], settings: Settings)
 
 
 def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [N, vocab] without what top_k and then top_p leave out."""
+    """Return logits [rows, V], with -inf for the tokens that top_k and then top_p leave out."""
     values, tokens = logits.topk(sampling.top_k)
     chances = (values / sampling.temperature).softmax(-1)
     is_out = chances.cumsum(-1) - chances >= sampling.top_p
@@ -148,11 +151,11 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 def measure_batch(
     llama: Llama, drafter: ReferenceDrafter, tokens: Tensor, first: Tensor, num_tokens: int, found: Measured
 ) -> None:
-    """Draft at each of `num_tokens` generated tokens, from position `first` [N] on, of tokens [N, T]."""
+    """Draft at each of `num_tokens` generated tokens of tokens [bs, T], from position `first` [bs] on."""
     block_size = drafter.config.block_size
     anchors = first[:, None] + torch.arange(num_tokens, device=tokens.device)
     features = llama.features(tokens, drafter.config.target_layer_ids)
-    # The last blocks reach beyond the text.
+    # The last blocks extend past the text.
     labels = after_anchors(F.pad(tokens, (0, block_size)), anchors, block_size)
     hidden = draft_blocks(drafter, llama.embedding, features, tokens, anchors.clamp(max=tokens.shape[1] - 1))
     logits = head_logits(hidden.to(llama.embedding.dtype).flatten(0, -2), llama.embedding).view(*labels.shape, -1)
@@ -190,7 +193,7 @@ def measure_batch(
 
 
 def summarize(parts: list[Measured]) -> dict:
-    """Tokens per cycle with the standard error over prompts, and the rest of :class:`Measured`, of all processes."""
+    """Return tokens per cycle with the standard error over prompts, and the other measurements of all processes."""
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
     cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
     (mean, error), *of_trees = (ratio(tokens, of_kind) for of_kind in cycles.T)

@@ -1,8 +1,6 @@
-"""Cross entropy of rows under the target's lm_head, whose gradient is made along with it.
+"""Cross entropy under the target's lm_head, whose gradient is computed in the forward.
 
-Autograd would keep the logits and their gradient in float32; to pass over those takes longer than the matrix product.
-
-Legend of shapes: M rows.
+Autograd would keep the logits and their gradient in float32. Passes over those take longer than the matrix product.
 """
 
 import torch
@@ -13,15 +11,15 @@ from torch import Tensor
 def head_loss(
     hidden: Tensor, target_hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, soft_share: float
 ) -> Tensor:
-    """The weighted sum of the rows' cross entropies, to the labels and to all that the target held possible.
+    """Return the weighted sum of cross entropies, to the labels and to the target's distribution.
 
     Args:
-        hidden: [M, hidden]; what alone gets a gradient.
-        target_hidden: [M, hidden], the target's for the same tokens.
-        head: [vocab, hidden], in the dtype of the matrix products.
-        labels: [M] int64.
-        weights: [M] float32.
-        soft_share: weight of the target's chances, that of the labels being the rest.
+        hidden: [T, H]. The only input with a gradient.
+        target_hidden: [T, H]. The target's, for the same tokens.
+        head: [V, H], in the dtype of the matrix products.
+        labels: [T] int64.
+        weights: [T] float32.
+        soft_share: weight of the target's distribution; the labels have the rest.
 
     Returns:
         A scalar, float32.
@@ -41,7 +39,7 @@ class _HeadLoss(torch.autograd.Function):
         soft_share: float,
     ) -> Tensor:
         logits, target_logits = F.linear(hidden.to(head.dtype), head), F.linear(target_hidden.to(head.dtype), head)
-        # On a GPU, a third of the passes over the logits; on a CPU there is no time to gain.
+        # Compiled, there is a third of the passes over the logits. A CPU gains nothing by it.
         passes = _compiled_loss_and_gradient if logits.is_cuda else loss_and_gradient
         losses, gradient = passes(logits, target_logits, labels, weights, soft_share)
         ctx.save_for_backward((gradient @ head).to(hidden.dtype))
@@ -56,7 +54,7 @@ class _HeadLoss(torch.autograd.Function):
 def loss_and_gradient(
     logits: Tensor, target_logits: Tensor, labels: Tensor, weights: Tensor, soft_share: float
 ) -> tuple[Tensor, Tensor]:
-    """Logits [M, vocab] of both -> weighted losses [M] float32, and their gradient [M, vocab], in the logits' dtype."""
+    """Return weighted losses [T] float32, and their gradient [T, V] in the logits' dtype, for logits [T, V] of both."""
     log_chances = logits.float().log_softmax(-1)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     wanted = soft_share * target_logits.float().softmax(-1) + (1 - soft_share) * is_label.float()

@@ -1,8 +1,8 @@
-"""SmolLM2 as its training needs it: features of many tokens, and decoding in which thousands of rows step together.
+"""SmolLM2 for training: features of many tokens, and decoding in which thousands of rows step together.
 
 transformers' Llama gives the same numbers, but launches too many kernels per step.
 
-Legend of shapes: N rows, T tokens each, H query heads, G key/value heads, D head dim, L layers.
+Letters in shapes: bs rows, T tokens each, V vocabulary, H hidden size. Other dimensions are spelled out.
 """
 
 import json
@@ -41,7 +41,7 @@ class Llama:
 
     @staticmethod
     def _fused(weights: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-        """One layer's weights, those that read the same rows joined."""
+        """Return one layer's weights. Weights with the same input are concatenated."""
         attention = [weights[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
         return {
             "input_norm": weights[f"{layer}.input_layernorm.weight"],
@@ -54,7 +54,7 @@ class Llama:
 
     @torch.no_grad()
     def features(self, tokens: Tensor, layer_ids: Iterable[int]) -> Tensor:
-        """Outputs of the layers `layer_ids`, concatenated: tokens [N, T] int64 -> [N, T, len(layer_ids) * hidden]."""
+        """Return the outputs of `layer_ids`, concatenated: tokens [bs, T] int64 -> [bs, T, len(layer_ids) * H]."""
 
         def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return causal_attention(queries, keys, values)
@@ -64,7 +64,7 @@ class Llama:
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: "Cache") -> None:
-        """Fill the cache with tokens [N, T] int64, which are the first."""
+        """Fill the cache with the first tokens [bs, T] int64."""
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.keys[layer, :, :, : tokens.shape[1]] = keys.transpose(1, 2)
@@ -76,13 +76,15 @@ class Llama:
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, position: Tensor, cache: "Cache") -> Tensor:
-        """One step of every row.
+        """Decode one step of every row.
 
         Args:
-            tokens: [N] int64, the tokens at `position` [1] int64, on the device; the cache has those before.
+            tokens: [bs] int64. The tokens at `position`.
+            position: [1] int64, on the device.
+            cache: has the tokens before `position`.
 
         Returns:
-            [N, vocab] float32, of the tokens after.
+            [bs, V] float32. Logits of the next tokens.
         """
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -95,15 +97,15 @@ class Llama:
         return self.logits(hidden[:, 0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Outputs [rows, hidden] of the last layer -> [rows, vocab] float32, unrounded."""
+        """Return unrounded logits of the last layer's outputs: [rows, H] -> [rows, V] float32."""
         return head_logits(self.normed(hidden), self.embedding)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Outputs [..., hidden] of the last layer -> what the lm_head reads."""
+        """Return the lm_head's input for outputs [..., H] of the last layer."""
         return F.rms_norm(hidden, self.norm.shape, self.norm, self.eps)
 
     def _layers(self, tokens: Tensor, positions: slice | Tensor, attend: Attend, num_layers: int) -> Iterable[Tensor]:
-        """The output of each of the first layers, [N, T, hidden]."""
+        """Yield the output of each of the first layers, [bs, T, H]."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         num_rotated = self.num_heads + self.num_kv_heads
         x = F.embedding(tokens, self.embedding)
@@ -120,29 +122,29 @@ class Llama:
 
 
 class Cache:
-    """Keys and values of N rows: each [L, N, G, length, D]."""
+    """Keys and values of all rows: [layers, bs, kv_heads, length, head_dim] each."""
 
     def __init__(self, llama: Llama, num_rows: int, length: int):
         shape = (llama.num_layers, num_rows, llama.num_kv_heads, length, llama.head_dim)
-        # What is not written yet is masked, but must be finite on a CPU.
+        # Entries that are not written yet are masked, but must be finite on a CPU.
         self.keys = torch.zeros(shape, dtype=llama.embedding.dtype, device=llama.device)
         self.values = torch.zeros_like(self.keys)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [N, T, heads, D] by cos, sin [T, 1, D]: HF's half rotation."""
+    """Rotate x [bs, T, heads, head_dim] by cos, sin [T, 1, head_dim]: HF's half rotation."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """queries [N, T, H, D], keys and values [N, T, G, D] -> [N, T, H, D]."""
+    """Attend causally: queries [bs, T, heads, head_dim], keys and values [bs, T, kv_heads, head_dim]."""
     queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
     return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """hidden [rows, hidden] times head [vocab, hidden] -> [rows, vocab] float32: in bf16 the best would tie."""
+    """Return float32 logits [rows, V]: hidden [rows, H] times head [V, H]. In bf16 the best ones would tie."""
     if hidden.dtype == torch.float32:
         return F.linear(hidden, head)
     return torch.mm(hidden, head.t(), out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""How users begin: left to itself, the target begins most of its conversations alike, and users do not."""
+"""First words of users. Left to itself, the target begins most of its conversations alike, unlike users."""
 
 import random
 
@@ -184,12 +184,12 @@ MATHS = [
     "A rectangle has",
 ]
 
-# Shares of conversations that begin so; the others begin as the target likes.
+# Shares of conversations with these first words. In the others the target chooses them.
 SHARES = ((0.45, WITH_TOPIC), (0.2, CODE), (0.15, MATHS))
 
 
 def draw_opening(rng: random.Random) -> str:
-    """The first words of a user; empty where the target finds them."""
+    """Return the first words of a user; empty if the target chooses them."""
     draw = rng.random()
     for share, openings in SHARES:
         if draw < share:

@@ -1,4 +1,4 @@
-"""Prompts that neither model has been trained on: chats that the target opened itself, and others."""
+"""Prompts that neither model was trained on: first words of held-out conversations, and others."""
 
 import random
 
@@ -70,7 +70,7 @@ LONG = "Here are my notes.\n\n{notes}\n\nWrite a summary of these notes."
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, list[str]]:
-    """Users' first words by kind: chat, code, maths, long."""
+    """Return users' first words by kind: chat, code, maths, long."""
     opening, _ = template_tokens(tokenizer)
     first = slice(len(opening), len(opening) + settings.max_user_tokens)
     trained, held_out, notes = set(), [], []
@@ -95,12 +95,12 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict
 
 
 def first_turn(tokens: list[int]) -> tuple[int, ...]:
-    """A user's words, which begin the row; nothing where they do not end."""
+    """Return a user's words, which begin the row; nothing if they do not end in it."""
     return tuple(tokens[: tokens.index(TURN_END_ID)]) if TURN_END_ID in tokens else ()
 
 
 def cut_notes(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, settings: Settings) -> list[str]:
-    """Passages of the held-out answers [tokens], which follow each other; their lengths are spread evenly."""
+    """Return passages of the held-out answers `tokens`, of evenly spread lengths."""
     low, high = settings.long_prompt_tokens
     tokens = tokens[tokens != TURN_END_ID]
     rng = random.Random(settings.seed)

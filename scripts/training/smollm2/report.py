@@ -1,4 +1,4 @@
-"""Report stage: loss curves, and what the run was."""
+"""Report stage: loss curves and the settings of the run."""
 
 import torch
 
@@ -11,7 +11,7 @@ def run(settings: Settings) -> None:
     """Write `losses.json`, `losses.png` and `summary.json` to the report folder.
 
     Raises:
-        ValueError: the drafter is larger than the package has room for.
+        ValueError: the drafter is larger than MAX_BYTES.
     """
     if processes.rank() != 0:
         return
@@ -33,4 +33,4 @@ def run(settings: Settings) -> None:
         {"drafter": losses}, {"drafter": "Position-weighted loss of rows 1..15"}, settings.report / "losses.png"
     )
     if num_bytes > MAX_BYTES:
-        raise ValueError(f"{settings.drafter_dir} has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
+        raise ValueError(f"{settings.drafter_dir} has {num_bytes:,} bytes, more than MAX_BYTES = {MAX_BYTES:,}")

@@ -1,4 +1,4 @@
-"""Shapes and sizes of the drafter of SmolLM2-135M-Instruct, and of its training."""
+"""Shapes of the drafter of SmolLM2-135M-Instruct, and sizes of its training."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from training.loop import TrainSettings
 
 VOCAB_SIZE = 49152
 END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2
-# `<empty_output>`, a token of notebooks, which chats do not have.
+# `<empty_output>`, a token of notebooks that chats do not contain.
 MASK_ID = 16
 MAX_BYTES = 16 * 2**20
 
-# 16.6 MB in bf16. The rows of a block learn of each other once per layer, so this room is for three layers with narrow
-# MLPs, not for two with the target's.
+# 16.6 MB in bf16. The tokens of a block exchange information once per layer, so three layers with narrow MLPs are
+# better than two with MLPs of the target's size.
 DRAFTER_CONFIG = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
@@ -47,54 +47,54 @@ DRAFTER_CONFIG = {
     "vocab_size": VOCAB_SIZE,
 }
 
-# Each stage draws random numbers of its own (`step_generator`).
+# Each stage has its own random numbers (`step_generator`).
 GENERATE_STAGE, DRAFTER_STAGE, POOL_STAGE = range(3)
 
 
 @dataclass
 class Settings:
-    """All sizes of a run, those of batches per GPU; the defaults are those of one H200 within fifteen minutes."""
+    """All sizes of a run; batch sizes are per GPU. The defaults take fifteen minutes on one H200."""
 
     work: Path
     out: Path
     report: Path
     device: str
     seed: int
-    # The GGUF file of the target, or the wheel that has it.
+    # The GGUF file of the target, or the wheel that contains it.
     source: Path | None
-    # A drafter to go on from, as `out/drafter` was written.
+    # A drafter to continue from, as written to `out/drafter`.
     init: Path | None
 
     # Conversations: rows of `length` tokens, `generation_batch` at a time.
     length: int = 1024
     generation_batch: int = 2048
     generation_seconds: float = 130.0
-    # Of a user's first words, which are given.
+    # Most tokens of a user's first words, which are given.
     max_opening_tokens: int = 24
-    # A turn that has not ended by then is ended.
+    # Longer turns are ended.
     max_user_tokens: int = 200
     max_answer_tokens: int = 400
-    # Temperatures of users' turns, and the shares of conversations whose answers have which.
+    # Temperatures of users' turns, and the temperatures of answers with their shares.
     user_temperatures: tuple[float, float] = (0.7, 1.0)
     answer_temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.6, 0.1), (0.8, 0.1), (1.0, 0.2))
     held_out_share: float = 0.1
 
     drafter_batch: int = 16
     anchors: int = 96
-    # Rows that the target reads together (5.9 MB each), and how often a row is used on average before the next.
+    # Rows in a pool (5.9 MB each), and the average number of uses of a row before the next pool.
     pool_rows: int = 4096
     pool_uses: int = 8
-    # Blocks that are cut to a random size, as users may cut all; and the share of rows that reach the lm_head.
+    # Share of blocks that are cut to a random size, as users may cut all; share of tokens that reach the lm_head.
     cut_share: float = 0.25
     head_share: float = 0.6
-    # Every `long_every`-th step has fewer and longer rows: conversations one after the other.
+    # Every `long_every`-th step has fewer and longer rows: conversations one after another.
     long_every: int = 16
     long_batch: int = 2
     long_parts: int = 8
     long_anchors: int = 384
     validation_rows: int = 64
     loss_gamma: float = 7.0
-    # Of the target's chances in the loss, beside its best token.
+    # Weight of the target's distribution in the loss; its argmax has the rest.
     soft_share: float = 0.5
     drafter: TrainSettings = field(
         default_factory=lambda: TrainSettings(40_000, 600.0, 2.5e-3, 300, 0.05, 1000, muon=True)
@@ -107,7 +107,7 @@ class Settings:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Settings":
-        """Settings from the command line."""
+        """Return the settings of a command line."""
         settings = cls(args.work, args.out, args.report, args.device, args.seed, args.source, args.init)
         if args.smoke:
             settings.shrink_for_smoke()
@@ -126,7 +126,7 @@ class Settings:
         return self.out / "drafter"
 
     def shrink_for_smoke(self) -> None:
-        """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
+        """Use tiny sizes that run every stage on a CPU. The models keep their shapes."""
         self.length, self.generation_batch, self.generation_seconds = 96, 8, 1.0
         self.max_opening_tokens, self.max_user_tokens, self.max_answer_tokens = 6, 24, 24
         self.drafter_batch, self.anchors = 2, 3

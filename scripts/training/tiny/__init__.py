@@ -17,7 +17,7 @@ STAGES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this pair alone."""
+    """Add the options that only this pair has."""
     parser.add_argument("--target-steps", type=int)
     parser.add_argument("--target-seconds", type=float, help="upper bound of the target's training time")
 

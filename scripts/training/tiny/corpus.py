@@ -1,4 +1,4 @@
-"""Corpus stage: the Python standard library as a token stream; tokenizer, held-out modules and prompts."""
+"""Corpus stage: the Python standard library as a token stream, with a tokenizer, held-out modules and prompts."""
 
 import ast
 import random
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from training.files import write_json
 from training.tiny.settings import EOS_ID, EOS_TOKEN, MASK_TOKEN, MAX_POSITIONS, Settings
 
-# Never trained on; mid-size modules that exist in Python 3.11 and 3.12 alike.
+# Modules that are never trained on: of medium size, and the same set in Python 3.11 and 3.12.
 HELD_OUT_MODULES = (
     "cmd", "configparser", "csv", "difflib", "fractions", "heapq",
     "queue", "sched", "shlex", "textwrap", "wave", "zipapp",
@@ -26,13 +26,13 @@ EXCLUDED_DIRS = {
 }  # fmt: skip
 EXCLUDED_PREFIXES = ("_sysconfigdata", "html/entities", "config-", "sitecustomize", "this.py")
 
-# Qwen2's pattern: AutoTokenizer may rebuild a qwen3 tokenizer with it, so this one starts from the same.
+# Qwen2's pattern. AutoTokenizer may rebuild a qwen3 tokenizer with it, so this tokenizer uses it too.
 PRETOKENIZE_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The target completes code, so a conversation is its messages, one after the other.
+# The target continues code, so a conversation is the text of its messages in order.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 20, 200
@@ -69,7 +69,7 @@ def run_prompts(settings: Settings) -> None:
 
 
 def read_stdlib(max_files: int | None) -> tuple[list[str], list[str]]:
-    """Sources of the standard library, sorted by path: (training files, held-out modules)."""
+    """Return the sources of the standard library, sorted by path: training files, and held-out modules."""
     root = Path(sysconfig.get_path("stdlib"))
     train_sources, held_out_sources = [], []
     for path in sorted(root.rglob("*.py")):
@@ -88,7 +88,7 @@ def read_stdlib(max_files: int | None) -> tuple[list[str], list[str]]:
 
 
 def definitions(source: str) -> list[str]:
-    """The top-level functions and classes of a module: short documents, which teach the target EOS."""
+    """Return the top-level functions and classes of a module: short documents, from which the target learns EOS."""
     try:
         nodes = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -99,13 +99,13 @@ def definitions(source: str) -> list[str]:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Index of the line where a statement starts, its decorators included."""
+    """Return the index of a statement's first line, with its decorators."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
 
 def train_tokenizer(sources: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; the special tokens get the first ids."""
+    """Train a byte-level BPE tokenizer. The special tokens have the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -141,7 +141,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[str], batch: int = 256) -> Tensor:
-    """All documents, each followed by EOS: [total tokens] int16."""
+    """Return all documents, each followed by EOS: [total tokens] int16."""
     ids: list[int] = []
     for start in tqdm(range(0, len(documents), batch), desc="tokenize", mininterval=2):
         for encoding in tokenizer.encode_batch(documents[start : start + batch]):
@@ -150,7 +150,7 @@ def token_stream(tokenizer: Tokenizer, documents: list[str], batch: int = 256) -
 
 
 def cut_prompts(sources: list[str], tokenizer: Tokenizer, seed: int, per_module: int = 5) -> list[str]:
-    """Prompts of 20-200 tokens: each starts where a function, class or method of a held-out module starts."""
+    """Return prompts of 20 to 200 tokens. Each starts with a function, class or method of a held-out module."""
     rng = random.Random(seed)
     prompts = []
     for source in sources:
@@ -162,7 +162,7 @@ def cut_prompts(sources: list[str], tokenizer: Tokenizer, seed: int, per_module:
             encoding = tokenizer.encode("".join(lines[start:]))
             end = rng.randint(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
             prompt = tokenizer.decode(encoding.ids[:end], skip_special_tokens=False)
-            # A cut inside a word can be split into other tokens: count those of the text itself.
+            # A prompt that is cut inside a word may be tokenised differently, so the text's own tokens are counted.
             if MIN_PROMPT_TOKENS <= len(tokenizer.encode(prompt).ids) <= MAX_PROMPT_TOKENS and "\ufffd" not in prompt:
                 prompts.append(prompt)
     return prompts

@@ -1,4 +1,4 @@
-"""Drafter stage: block drafting learned from the frozen target's features and its own continuations."""
+"""Drafter stage: block drafting, learned from the frozen target's features and its own continuations."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from training.loop import step_generator, train
 from training.tiny.settings import DRAFTER_STAGE, Settings
 from training.tiny.target import load_served_target, load_tokens, random_windows
 
-# The generated sequences held aside to measure the drafter, and the step number that draws their anchors.
+# Generated sequences that are held out to evaluate the drafter, and the step number that draws their anchors.
 NUM_VALIDATION = 256
 VALIDATION_STEP = 999_999
 
@@ -37,7 +37,7 @@ def run(settings: Settings) -> None:
     generated = torch.load(settings.work / "generated.pt", weights_only=True)
     tokens = generated["tokens"].to(settings.device)
     prompt_lengths = generated["prompt_lengths"].to(settings.device)
-    # The batches of generation come one prompt length after the other: hold sequences of every length aside.
+    # Generation sorts its batches by prompt length, so the held-out sequences are spread over all of them.
     num_held_aside = min(NUM_VALIDATION, len(tokens) // 4)
     is_validation = torch.zeros(len(tokens), dtype=torch.bool, device=settings.device)
     is_validation[torch.linspace(0, len(tokens) - 1, num_held_aside, device=settings.device).long()] = True
@@ -46,7 +46,7 @@ def run(settings: Settings) -> None:
     def logits_and_labels(
         batch: Tensor, first: Tensor, count: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Of `count` anchors in each sequence of `batch` [N, T], from positions `first` [N] on."""
+        """Draft `count` anchors in each sequence of `batch` [bs, T], from positions `first` [bs] on."""
         is_anchor = torch.arange(batch.shape[1], device=settings.device) >= first[:, None]
         anchors = random_anchors(is_anchor, count, block_size, generator)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Evaluation stage over held-out prompts, and the report: loss curves, summary, the pair as one archive."""
+"""Evaluation stage on held-out prompts, and report stage: loss curves, summary, and the pair as one archive."""
 
 import json
 import tarfile
@@ -23,13 +23,13 @@ from training.tiny.settings import Settings
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-# Nodes of trees that have room for a whole block, and candidates at each depth, as many as a server takes: few are too
-# few for sampled texts.
+# Nodes of trees that have room for a whole block, and candidates per depth: the most that a server takes, because few
+# are not enough for sampled texts.
 TREES, CANDIDATES = (16, 32), 16
 
 
 def run_evaluation(settings: Settings) -> None:
-    """Acceptance lengths of the written pair in float32: `work/eval.json`.
+    """Write `work/eval.json`: acceptance lengths of the written pair in float32.
 
     Stop tokens are ignored, so that every prompt gives `eval_tokens` tokens.
     """
@@ -77,8 +77,10 @@ def measure_cycles(
     temperature: float,
     settings: Settings,
 ) -> dict[str, tuple[float, float]]:
-    """Tokens per cycle of texts of `eval_tokens` tokens, with the standard error over prompts: of chains, and of trees
-    of each size where the target verifies any."""
+    """Return tokens per cycle over texts of `eval_tokens` tokens, and their standard errors over prompts.
+
+    The keys are a chain, and a tree of each size if the target can verify trees.
+    """
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
     block_size, sizes = drafter.config.block_size, () if is_recurrent(target) else TREES
     cycles = []
@@ -106,7 +108,7 @@ def measure_cycles(
 def write_text(
     target: PreTrainedModel, prompt: list[int], num_tokens: int, temperature: float, generator: torch.Generator
 ) -> list[int]:
-    """What the target writes alone; greedy where `temperature` is 0."""
+    """Return the text that the target writes alone; greedily if `temperature` is 0."""
     if temperature == 0:
         return greedy_generate(target, torch.tensor(prompt), num_tokens)
     cache, step_ids, text = new_cache(target), torch.tensor([prompt], device=target.device), []
@@ -149,6 +151,6 @@ def run_report(settings: Settings) -> None:
 
 
 def count_parameters(folder: Path) -> int:
-    """Number of weights in `model.safetensors`."""
+    """Return the number of weights in `model.safetensors`."""
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         return sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118  (not a dict)

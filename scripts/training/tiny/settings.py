@@ -1,4 +1,4 @@
-"""What the stages share: model shapes, sizes of each stage, the folders they write to."""
+"""Settings that the stages share: model shapes, sizes of each stage, and the folders for their output."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
 
-# Each stage draws random numbers of its own (`step_generator`).
+# Each stage has its own random numbers (`step_generator`).
 TARGET_STAGE, GENERATE_STAGE, DRAFTER_STAGE = range(3)
 
 TARGET_CONFIG = {
@@ -38,7 +38,7 @@ TARGET_CONFIG = {
     "num_key_value_heads": 2,
     "pad_token_id": EOS_ID,
     "rms_norm_eps": 1e-6,
-    # Readers of transformers 5 take rope_parameters, older ones rope_theta.
+    # transformers 5 reads rope_parameters, older versions read rope_theta.
     "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
     "rope_theta": ROPE_THETA,
     "sliding_window": None,
@@ -85,11 +85,11 @@ DRAFTER_CONFIG = {
 
 @dataclass
 class Settings:
-    """A pair's models, and all sizes of a run; the defaults are the tiny pair's on one H100 within eight minutes.
+    """Models of a pair, and all sizes of a run. The defaults train the tiny pair on one H100 in eight minutes.
 
     Attributes:
-        target_config, drafter_config: what `config.json` says of them.
-        max_bytes: of the pair's files, at most.
+        target_config, drafter_config: content of their `config.json`.
+        max_bytes: size limit of the pair's files.
     """
 
     work: Path
@@ -103,7 +103,7 @@ class Settings:
     max_files: int | None = None
     sequence_length: int = 2048
     target_batch: int = 16
-    # Of held-out text, that the target is evaluated with; None: all.
+    # Batches of held-out text that evaluate the target; None for all.
     held_out_batches: int | None = None
     target: TrainSettings = field(
         default_factory=lambda: TrainSettings(700, 120.0, 2.5e-3, 100, 0.1, 50),
@@ -161,7 +161,7 @@ class Settings:
         return settings
 
     def shrink_for_cpu(self) -> None:
-        """Steps so small that a core takes a thousand of them in some minutes; what comes out is a worse pair."""
+        """Use such small steps that a core runs a thousand in some minutes. The resulting pair is worse."""
         self.sequence_length, self.target_batch = 256, 4
         self.held_out_batches = 50
         self.target.eval_every = self.drafter.eval_every = 500
@@ -170,7 +170,7 @@ class Settings:
         self.corpus_batch, self.corpus_anchors = 2, 12
 
     def shrink_for_smoke(self) -> None:
-        """Tiny sizes that walk through every stage on a CPU; the models keep their shapes."""
+        """Use tiny sizes that run every stage on a CPU. The models keep their shapes."""
         self.max_files = 30
         self.sequence_length, self.target_batch = 256, 4
         self.held_out_batches = 2

@@ -1,4 +1,4 @@
-"""Target stages: train the target on the corpus; let it continue corpus prompts for the drafter."""
+"""Target stages: train the target on the corpus, and let it continue corpus prompts for the drafter."""
 
 import math
 import time
@@ -47,16 +47,16 @@ def run_training(settings: Settings) -> None:
 
 
 def run_generation(settings: Settings) -> None:
-    """Greedy continuations of corpus prompts, as the target is served: `work/generated.pt`.
+    """Write `work/generated.pt`: greedy continuations of corpus prompts by the target, in the dtype of serving.
 
-    Every batch has one prompt length, so no row is padded. Generation goes on past EOS: the target then
-    starts a new document, as in its training stream, and the drafter learns that too.
+    Every batch has one prompt length, so there is no padding. Generation continues after EOS: the target then starts a
+    new document, as in its training stream, and the drafter learns that too.
     """
     target = load_served_target(settings)
     train_tokens = load_tokens(settings, "train_tokens.pt")
     length = settings.generated_length
     prompt_lengths = torch.linspace(length // 16, length * 5 // 8, settings.generation_batches).long()
-    # A run that is cut short by the clock must still hold short and long prompts: shuffle the lengths.
+    # Shuffle the lengths, so that a run that reaches its time limit has short and long prompts.
     order = torch.randperm(settings.generation_batches, generator=torch.Generator().manual_seed(settings.seed))
 
     sequences, prompt_sizes = [], []
@@ -74,38 +74,38 @@ def run_generation(settings: Settings) -> None:
 
 
 def initialize_decays(model: PreTrainedModel) -> None:
-    """Of recurrent layers: steps from 0.001 to 0.1, with which some heads forget in a few tokens, others in thousands.
+    """Initialise the steps of recurrent layers between 0.001 and 0.1: some heads forget in a few tokens, others slowly.
 
-    Source: Mamba 2 (Dao and Gu, arXiv 2405.21060). transformers' own are 1.3, with which most heads forget all they
-    have seen with every token.
+    The slow ones remember thousands of tokens. Source: Mamba 2 (Dao and Gu, arXiv 2405.21060). The default of
+    transformers is 1.3, with which most heads forget everything at every token.
     """
     for name, weight in model.named_parameters():
         if name.endswith("dt_bias"):
             steps = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            # What softplus makes these steps of.
+            # The inverse of softplus.
             weight.data = steps + torch.log(-torch.expm1(-steps))
 
 
 def load_tokens(settings: Settings, name: str) -> Tensor:
-    """A token stream of the corpus stage on the device: [total tokens] int16."""
+    """Return a token stream of the corpus stage on the device: [total tokens] int16."""
     return torch.load(settings.work / name, weights_only=True).to(settings.device)
 
 
 def load_served_target(settings: Settings) -> PreTrainedModel:
-    """The written target, frozen, with its bf16 weights; computing in bf16 on a GPU, in float32 on a CPU."""
+    """Return the written target, frozen, with its bf16 weights. It computes in bf16 on a GPU, in float32 on a CPU."""
     dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(settings.target_dir, dtype=dtype)
     return target.to(settings.device).eval().requires_grad_(False)
 
 
 def random_windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """`count` windows at random offsets of the stream: [count, length] int64."""
+    """Return `count` windows at random offsets of the stream: [count, length] int64."""
     starts = torch.randint(len(tokens) - length, (count,), generator=generator, device=tokens.device)
     return gather_windows(tokens, starts, length)
 
 
 def prompt_windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Like `random_windows`, but every second prompt starts where a document starts."""
+    """Return windows as `random_windows` does, but every second one starts at the start of a document."""
     document_starts = (tokens[:-length] == EOS_ID).nonzero().flatten() + 1
     picks = torch.randint(len(document_starts), (count,), generator=generator, device=tokens.device)
     anywhere = torch.randint(len(tokens) - length, (count,), generator=generator, device=tokens.device)
@@ -114,12 +114,12 @@ def prompt_windows(tokens: Tensor, count: int, length: int, generator: torch.Gen
 
 
 def gather_windows(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
-    """tokens [total], starts [count] -> [count, length] int64."""
+    """Return windows of tokens [total] at starts [count]: [count, length] int64."""
     return tokens[starts[:, None] + torch.arange(length, device=tokens.device)].long()
 
 
 def next_token_loss(model: PreTrainedModel, windows: Tensor, device: str) -> Tensor:
-    """Mean cross entropy of windows [batch, length + 1] int64, every token predicted from those before it."""
+    """Return the mean cross entropy of windows [bs, length + 1] int64, each token predicted from those before."""
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
@@ -127,8 +127,8 @@ def next_token_loss(model: PreTrainedModel, windows: Tensor, device: str) -> Ten
 
 @torch.inference_mode()
 def continue_greedily(target: PreTrainedModel, prompts: Tensor, length: int) -> Tensor:
-    """prompts [batch, n] -> [batch, length] int64: the prompts and their greedy continuations."""
-    # The target makes it, of layers like its own.
+    """Return the prompts [bs, prompt length] with their greedy continuations: [bs, length] int64."""
+    # The target creates the cache, because its type depends on the target's layers.
     cache = None
     tokens, step_ids = [prompts], prompts
     for _ in range(length - prompts.shape[1]):
