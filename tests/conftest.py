@@ -1,4 +1,7 @@
-"""Without a GPU the tests run on SGLang's CPU engine, which has to be asked for before anything imports torch."""
+"""Options of all tests.
+
+Without a GPU they run on SGLang's CPU engine, which must be chosen before torch is imported.
+"""
 
 import os
 from pathlib import Path
@@ -6,10 +9,10 @@ from pathlib import Path
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Two busy processes with more threads than cores slow each other down many times over.
+    # With more threads than cores, two busy processes slow each other down many times.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# For the programs that tests start: model pairs, tests/support, this package and its CPU plugin are this checkout's.
+# For the programs that tests start: they use the model pairs, tests/support, cpu/ and the package of this checkout.
 _TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(_TESTS.parent), str(_TESTS.parent / "cpu"), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]

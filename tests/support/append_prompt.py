@@ -1,11 +1,13 @@
-"""Append a long prompt to a drafter's context in chunks and in one piece, and write how far the two are apart.
+"""Append a long prompt to a drafter's context in chunks and in one piece, and write how much the two differ.
 
-A program of its own, since SGLang keeps state per process.
-usage: append_prompt.py DRAFTER DTYPE ROWS OUTPUT
+It is a program because SGLang keeps state per process.
+usage: append_prompt.py DRAFTER DTYPE TOKENS OUTPUT
 
-DRAFTER is a folder with a `config.json`; its weights are random. OUTPUT becomes a JSON object: `error`, the largest
-difference of a slot's keys or values, relative to them; and of each way `chunks`, how many, and on a GPU `peak_bytes`,
-the memory that it takes besides its features, with the host never waiting for the GPU.
+DRAFTER is a folder with a `config.json`; the weights are random. OUTPUT becomes a JSON object:
+    error: largest difference of a slot's keys or values, relative to their norm.
+    chunks: number of chunks of each way.
+    peak_bytes: memory of each way on a GPU without the features; None on a CPU.
+On a GPU the program fails if the host waits for the GPU.
 """
 
 import json
@@ -18,7 +20,7 @@ from support.masks import model_runner
 
 
 def build(folder: str, dtype: torch.dtype, rows: int):
-    """A context writer with a drafter and a pool of its own: the runner only brings what SGLang's layers ask for."""
+    """Return a context writer with its own drafter and pool. The runner only provides what SGLang's layers need."""
     backend = "triton" if torch.cuda.is_available() else "torch_native"
     device = model_runner(backend, str(dtype).removeprefix("torch."), 1, 8, 2, 128).device
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -47,11 +49,11 @@ def build(folder: str, dtype: torch.dtype, rows: int):
 
 
 def append(writer, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> int | None:
-    """Returns the peak of the memory that this takes, in bytes; on a CPU None."""
+    """Append, and return the peak of the memory that it takes, in bytes; None on a CPU."""
     if not features.is_cuda:
         writer.write(features, positions, slots)
         return None
-    # Compiles and loads kernels, and gives cuBLAS its workspace, which stays.
+    # The first call compiles and loads kernels, and allocates cuBLAS's workspace.
     writer.write(features, positions, slots)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -80,7 +82,7 @@ def main(folder: str, dtype: str, rows: str, output: str) -> None:
         peaks.append(append(writer, features, positions, slots))
         contexts.append([buffer.double().flatten(1) for buffer in (*pool.k_buffer, *pool.v_buffer)])
         chunks.append(-(-len(features) // chunk))
-    # Slots that neither has written are 0 in both.
+    # Slots that neither way has written are 0 in both.
     errors = [
         ((cut - whole).norm(dim=1) / whole.norm(dim=1).clamp(min=1e-20)).nan_to_num(torch.inf).max()
         for cut, whole in zip(*contexts, strict=True)

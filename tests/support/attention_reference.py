@@ -1,4 +1,4 @@
-"""The masks of drafter layers, dense and in float64: what every attention backend is compared with."""
+"""Dense attention in float64 with the masks of drafter layers, which every attention backend is compared with."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,17 @@ from torch import Tensor
 def dense_attention(
     queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attention of one request's last rows.
+    """Return the attention of one request's last tokens.
 
     Args:
-        queries: [Q, Hq, D], at the last Q positions.
-        keys, values: [K, Hkv, D], at the positions 0..K-1; query heads share them in groups.
+        queries: [queries, heads, head_dim]. At the last positions.
+        keys, values: [keys, kv_heads, head_dim]. At positions 0, 1, ...; groups of query heads share them.
         window: a query at position p sees the keys k with |p - k| < window; None for no limit.
-        causal: and only those with k <= p.
+        causal: whether it sees only keys with k <= p.
+        scale: of the scores.
 
     Returns:
-        [Q, Hq, D] float64.
+        [queries, heads, head_dim] float64.
     """
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (keys, values))

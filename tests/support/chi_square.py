@@ -6,7 +6,7 @@ import torch
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """The probability of counts that are further from the expected ones; those that expect less than 10 are one cell.
+    """Return the probability of counts that differ more from the expected ones. Rare cells (< 10) are one cell.
 
     Args:
         observed, expected: [cells].

@@ -1,4 +1,4 @@
-"""What an Engine answers, in a process of its own, since SGLang keeps state per process.
+"""Answers of an Engine that runs in another process, because SGLang keeps state per process.
 
 usage: engine_process.py REQUEST RESULT; both are JSON files, see `run`.
 """
@@ -12,20 +12,22 @@ from pathlib import Path
 
 
 def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | None = None) -> tuple[list, dict | None]:
-    """
+    """Start an Engine in another process, send it requests, and return its answers.
+
     Args:
-        folder: for files that are passed to and fro.
+        folder: for the files that are exchanged.
         engine: arguments of `sglang.Engine`.
-        calls: of its `generate`, one after the other; each has a list of prompts. "abort" in one names those of them
-            that are aborted once a part of their answer is there; "flush", if true, has the radix cache emptied before.
+        calls: arguments of its `generate`, called one after another with a list of prompts. "abort" lists the prompts
+        to
+            abort once a part of their answer is there. "flush": true empties the radix cache first.
         env: environment variables.
 
     Returns:
-        For each call its list of answers, each `{"output_ids", "meta_info"}`; and what `/server_info` shows of DFLASH.
+        For each call a list of answers, each `{"output_ids", "meta_info"}`; and DFLASH's part of `/server_info`.
     """
     request, result = folder / "request.json", folder / "result.json"
     request.write_text(json.dumps({"engine": engine, "calls": calls}))
-    # Not in the programs that this file is.
+    # Imported here because the program, which is this file too, does not need it.
     from support import processes
 
     status, _, stderr = processes.run([__file__, str(request), str(result)], env or {}, folder, timeout=580)
@@ -34,7 +36,7 @@ def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | Non
 
 
 async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampling_params: list[dict]) -> list[dict]:
-    """The last chunk of every answer."""
+    """Return the last chunk of every answer. Requests in `aborted` are aborted after three chunks."""
 
     async def answer(i: int) -> dict:
         rid = f"request-{i}"
@@ -52,7 +54,7 @@ async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampli
 
 
 def main(request: str, result: str) -> None:
-    # Not in the process of the tests, which import `run` and leave the GPU alone.
+    # Imported here because the process of the tests imports `run` and must not use the GPU.
     import sglang
 
     request = json.loads(Path(request).read_text())
@@ -61,7 +63,7 @@ def main(request: str, result: str) -> None:
     for call in request["calls"]:
         aborted = call.pop("abort", None)
         if call.pop("flush", False):
-            # The cycle that was launched ahead of the last answer's end may still run: `Engine.flush_cache` gives up.
+            # The last cycle, which was launched ahead, may still run; `Engine.flush_cache` does not wait for it.
             flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60))
             assert flushed.success, flushed
         if aborted is None:

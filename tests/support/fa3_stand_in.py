@@ -1,7 +1,6 @@
-"""SGLang's FA3 backend without FA3: its two functions in torch, on a machine that has none.
+"""SGLang's FA3 backend on a machine without FA3: FA3's two functions in torch.
 
-They compute what FA3's do. What they are called with, by SGLang and by `sglang_dflash.attention.fa3`, is what this is
-for.
+They compute the results of FA3's, and check the arguments that SGLang and `sglang_dflash.attention.fa3` pass.
 """
 
 import sys
@@ -14,7 +13,7 @@ from support.attention_reference import dense_attention
 
 from sglang_dflash.attention import fa3
 
-# Handed from the one function to the other, as FA3's schedule is.
+# Attribute of a schedule that carries the arguments from one function to the other.
 _SCHEDULED = "_scheduled_with"
 
 
@@ -35,7 +34,7 @@ def get_scheduler_metadata(
     has_softcap: bool,
     num_splits: int,
 ) -> torch.Tensor:
-    """What of a call of `flash_attn_with_kvcache` must be the same as here, in a tensor's attribute."""
+    """Return a schedule with an attribute: the arguments that a call of `flash_attn_with_kvcache` must share."""
     schedule = torch.empty(batch_size + 1, dtype=torch.int32)
     shape = (batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, page_size)
     lens = (cache_seqlens.data_ptr(), cu_seqlens_q.data_ptr())
@@ -60,10 +59,14 @@ def flash_attn_with_kvcache(
     scheduler_metadata: torch.Tensor | None = None,
     **unused,
 ) -> torch.Tensor:
-    """q [T, Hq, D], caches [pages, page_size, H, D], page_table [bs, n] int32: [T, Hq, D]."""
+    """Attend: q [T, heads, head_dim], caches [pages, page_size, kv_heads, head_dim], page_table [bs, pages] int32.
+
+    Returns:
+        [T, heads, head_dim].
+    """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     bs, num_pages = page_table.shape
-    # Every layer of a block in a graph has a schedule, and no other has.
+    # All layers of a block in a graph have a schedule, and no other layers do.
     assert (scheduler_metadata is None) == (fa3._schedules is None)
     if scheduler_metadata is not None:
         shape = (bs, max_seqlen_q, num_pages * page_size, q.shape[1], kv_heads, head_dim, v_cache.shape[-1], page_size)
@@ -72,13 +75,13 @@ def flash_attn_with_kvcache(
         assert getattr(scheduler_metadata, _SCHEDULED) == call
     left, right = window_size
     assert (cu_seqlens_q.diff() <= max_seqlen_q).all() and (right == 0 if causal and left >= 0 else right == left)
-    # FA3 would take the pages of the next request, or of nobody.
+    # FA3 would read pages of another request.
     assert (cache_seqlens <= num_pages * page_size).all()
     out = torch.empty_like(q)
     for table, kv_len, begin, end in zip(page_table, cache_seqlens, cu_seqlens_q[:-1], cu_seqlens_q[1:], strict=True):
         pages = table[: -(-kv_len // page_size)].long()
         keys, values = (cache[pages].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
-        # FA3 counts the keys beside the query.
+        # FA3's window does not count the query's own key.
         window = None if left < 0 else left + 1
         out[begin:end] = dense_attention(q[begin:end], keys, values, window=window, causal=causal, scale=softmax_scale)
     return out

@@ -1,6 +1,6 @@
-"""Tiny hybrid targets, Gated DeltaNet beside full attention, and drafters for them: random weights, seeded.
+"""Tiny hybrid targets with Gated DeltaNet and full attention, and drafters for them, with seeded random weights.
 
-Their states forget slowly and their text does not repeat, so that a state that is wrong shows in the tokens.
+Their states forget slowly and their text does not repeat, so a wrong state changes the tokens.
 """
 
 import json
@@ -20,7 +20,7 @@ from sglang_dflash.checkpoint.formats import to_qwen3_config
 from sglang_dflash.checkpoint.tensors import expected_tensors
 
 BLOCK_SIZE = 16
-# Of the tokenizer.
+# Of the tiny pair's tokenizer.
 VOCAB_SIZE = 1024
 HIDDEN_SIZE = 64
 NUM_LAYERS = 4
@@ -42,7 +42,7 @@ TEXT = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-# Layers in a row of which the last one has full attention; SGLang reads it, and transformers does not write it.
+# Every fourth layer has full attention. SGLang reads this field, which transformers does not write.
 INTERVAL = {"full_attention_interval": 4}
 EXPERTS = {
     "num_experts": 4,
@@ -52,7 +52,7 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-# Positions in time, height and width, of text all the same.
+# Positions in time, height and width, which are equal for text.
 MROPE = {
     "rope_parameters": {
         "rope_type": "default",
@@ -71,14 +71,14 @@ VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [],
 }
-# What SGLang prepares images with, and looks for at start-up.
+# Configuration of image processing, which SGLang needs at start-up.
 _PIXELS = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen3VLProcessor"}
 _PIXELS |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 PROCESSORS = {
     "preprocessor_config.json": _PIXELS | {"image_processor_type": "Qwen2VLImageProcessor"},
     "video_preprocessor_config.json": _PIXELS | {"video_processor_type": "Qwen3VLVideoProcessor"},
 }
-# Of each architecture, transformers' config: the class and its fields.
+# Class of transformers' config and its fields, by architecture.
 CONFIGS = {
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", TEXT),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", TEXT | EXPERTS),
@@ -92,7 +92,7 @@ CONFIGS = {
 
 
 def write_target(path: Path, architecture: str = "Qwen3_5ForCausalLM", **sizes: int) -> Path:
-    """A checkpoint that SGLang and transformers read; sizes: fields that replace those of `TEXT`."""
+    """Write a checkpoint that SGLang and transformers can read. `sizes` replace fields of `TEXT`."""
     model = build_target(architecture, sizes)
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
@@ -101,7 +101,7 @@ def write_target(path: Path, architecture: str = "Qwen3_5ForCausalLM", **sizes: 
 
 
 def write_config(path: Path, architecture: str, config: dict | None = None) -> Path:
-    """All of it but the weights; config: in place of the architecture's own."""
+    """Write all files of a checkpoint except the weights. `config` replaces the architecture's config."""
     path.mkdir(exist_ok=True)
     if config is None:
         config = _config(architecture).to_dict() | {"architectures": [architecture]}
@@ -129,14 +129,14 @@ def build_target(architecture: str, sizes: dict[str, int] | None = None) -> PreT
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
-            # Half of a state is forgotten in 1 to 200 tokens.
+            # States forget half of their content in 1 to 200 tokens.
             weight.data = torch.linspace(-5.0, 0.0, len(weight))
         elif name.endswith("dt_bias"):
             weight.data.zero_()
         elif name.endswith("conv1d.weight"):
             weight.data = torch.randn(weight.shape, generator=generator) * 0.5
         elif weight.dim() > 1:
-            # Louder than a trained model's, so that the text does not settle.
+            # Larger than a trained model's, so that the text does not settle into a loop.
             weight.data = torch.randn(weight.shape, generator=generator) * 2 * weight.shape[-1] ** -0.5
     return model.eval()
 
@@ -177,22 +177,22 @@ def write_drafter(path: Path, block_size: int = BLOCK_SIZE, **sizes: int) -> Pat
 
 
 def prompt_of(length: int, start: int = 0) -> list[int]:
-    """Tokens of the targets' vocabulary, in no order they could know."""
+    """Return tokens of the targets' vocabulary in an order that no target can predict."""
     return [2 + (start + 7 * i + i * i // 5) % (VOCAB_SIZE - 2) for i in range(length)]
 
 
 def load_reference(path: Path, architecture: str) -> PreTrainedModel:
-    """transformers' own target, in float32."""
+    """Return transformers' model of the target in float32."""
     return getattr(transformers, architecture).from_pretrained(path, dtype=torch.float32).eval()
 
 
 def greedy(model: PreTrainedModel, prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Prompts of one length, each with `length` more tokens."""
+    """Return the prompts, all of one length, each with `length` more tokens."""
     inputs = torch.tensor(prompts)
     with torch.inference_mode():
         tokens = model.generate(
             inputs,
-            # Without it, transformers leaves out tokens of a prompt that are the padding's: the end of text.
+            # Otherwise transformers would mask prompt tokens that equal the padding token.
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=length,
             do_sample=False,
@@ -203,7 +203,7 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], length: int) -> lis
 
 
 def first_difference(model: PreTrainedModel, prompt: list[int], output: list[int]) -> int | None:
-    """The first token of an output that is not the greedy one after those before it; None: all are."""
+    """Return the index of the first output token that is not the greedy one; None if all are."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
     wrong = (logits.argmax(-1) != torch.tensor(output)).nonzero()
@@ -211,7 +211,12 @@ def first_difference(model: PreTrainedModel, prompt: list[int], output: list[int
 
 
 def states_after(model: PreTrainedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the recurrent layers after a prefill: [L, C, S] the last inputs of convolutions, and [L, HV, V, K]."""
+    """Return the states of the recurrent layers after a prefill.
+
+    Returns:
+        conv: [layers, channels, inputs]. The last inputs of the convolutions.
+        temporal: [layers, value heads, value_dim, key_dim].
+    """
     with torch.inference_mode():
         layers = model(torch.tensor([tokens]), use_cache=True).past_key_values.layers
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]

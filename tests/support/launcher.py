@@ -1,13 +1,15 @@
-"""Python programs that have imported SGLang before they begin: a process imports it once, and forks each of them.
+"""Start Python programs with SGLang imported: one process imports it once and forks each program.
 
-Most of a server's start is that each of its processes imports SGLang. Here its main process is forked from this one,
-with every module imported and nothing run, and its scheduler and detokenizer from the main process, where SGLang would
-spawn them: with the plugins that it has loaded.
+Importing SGLang in each process is most of a server's start. Here the main process of a server is forked from this
+process, which has imported every module and run nothing. The scheduler and the detokenizer are forked from the main
+process, where SGLang would spawn them. They keep the plugins that it has loaded.
 
-usage: launcher.py, with a JSON value per line on stdin. An object starts a program: `arguments` of the interpreter
-(`-m MODULE ...`, `-c CODE` or `FILE ...`), and the files that take its `stdout` and `stderr`; the answer is its process
-id, and it leads a session. A process id waits for a program to end; the answer is its exit status. Null ends the
-launcher and leaves its programs alone; the end of stdin ends them too, as whoever asked for them has been killed.
+usage: launcher.py, with one JSON value per line on stdin:
+    object: start a program. `arguments` are those of the interpreter (`-m MODULE ...`, `-c CODE` or `FILE ...`);
+        `stdout` and `stderr` are files. The answer is its process id. The program leads a session.
+    process id: wait for a program to end. The answer is its exit status.
+    null: end the launcher and leave its programs running.
+The end of stdin ends the programs too: the process that started them was killed.
 """
 
 import importlib
@@ -19,7 +21,7 @@ import signal
 import sys
 from contextlib import suppress
 
-# Between them, they import all that a server's processes do.
+# Together they import all modules that a server's processes import.
 MODULES = [
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.data_parallel_controller",
@@ -29,7 +31,7 @@ MODULES = [
 
 
 def fork_programs() -> dict:
-    """Answer every line; returns in the programs, each with its own."""
+    """Answer every line of stdin. In a forked program, return its request."""
     programs = set()
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -45,7 +47,7 @@ def fork_programs() -> dict:
             programs.add(answer)
         print(answer, flush=True)
     for program in programs:
-        # Most have ended.
+        # Most have ended already.
         with suppress(ProcessLookupError):
             os.killpg(program, signal.SIGKILL)
     sys.exit()
@@ -60,7 +62,7 @@ def redirect(stdout: str, stderr: str) -> None:
 
 
 def begin(program: str, *arguments: str) -> None:
-    # SGLang sets "spawn".
+    # SGLang sets "spawn" later, so setting it is disabled.
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda method, force=False: None
     sys.argv = [program, *arguments]
@@ -71,13 +73,13 @@ def begin(program: str, *arguments: str) -> None:
         module = sys.argv.pop(1)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        # Where an interpreter looks first.
+        # The interpreter searches the program's folder first.
         sys.path[0] = os.path.dirname(program)
         runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    # Where an interpreter looks first for a module that it is given.
+    # The interpreter searches the working directory first for a module that it is given.
     sys.path[0] = os.getcwd()
     for module in MODULES:
         importlib.import_module(module)

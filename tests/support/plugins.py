@@ -24,5 +24,5 @@ def _install(name: str) -> str:
 
 
 def python_path(*names: str) -> str:
-    """Return a `PYTHONPATH` under which SGLang loads these plugins, then what the present one has."""
+    """Return a `PYTHONPATH` with which SGLang loads these plugins, followed by the current `PYTHONPATH`."""
     return os.pathsep.join([*map(_install, names), *filter(None, [os.environ.get("PYTHONPATH")])])

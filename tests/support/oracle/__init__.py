@@ -1,1 +1,1 @@
-"""The drafter and the decode loop in plain torch, which tests compare with."""
+"""The drafter and the decode loop in plain torch, for tests to compare with."""

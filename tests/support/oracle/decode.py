@@ -1,6 +1,7 @@
-"""Batch-1 greedy DFlash decoding over an HF target, in plain torch: the oracle of the tests.
+"""Batch-1 greedy DFlash decoding over an HF target in plain torch: the oracle of the tests.
 
-Legend of shapes: n prompt tokens, B block size, N nodes of a tree, F = len(target_layer_ids) * hidden_size.
+Letters in shapes: T prompt tokens, L tokens of a forward, W block width, N nodes of a tree, V vocabulary,
+H hidden size, F = len(target_layer_ids) * H.
 """
 
 import copy
@@ -17,13 +18,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 @dataclass(frozen=True)
 class DFlashOutput:
-    """What one request produced.
+    """Output of one request.
 
     Attributes:
-        tokens: the generated tokens, cut at `max_new_tokens` and after the first stop token (which is kept).
-        accept_lengths: per verify cycle, the committed tokens with the bonus, 1..B; not cut. The first token
-            comes from the prefill and belongs to no cycle.
-        margin: of the cycle with trees that was closest to another length; see `support.oracle.tree.margin`.
+        tokens: generated tokens, cut at `max_new_tokens` and after the first stop token, which is kept.
+        accept_lengths: per cycle, committed tokens with the bonus, 1..W, before the cut. The first token comes from the
+            prefill and belongs to no cycle.
+        margin: smallest margin of the cycles with trees; see `support.oracle.tree.margin`.
     """
 
     tokens: list[int]
@@ -45,21 +46,23 @@ def dflash_generate(
     num_nodes: int | None = None,
     num_candidates: int = 1,
 ) -> DFlashOutput:
-    """Generate greedily with DFlash: the same tokens as the target alone, in fewer target forwards.
+    """Generate greedily with DFlash. The tokens are the target's own, in fewer target forwards.
 
     Args:
         target: a causal LM. With recurrent layers it verifies chains.
-        input_ids: [n] or [1, n] int64, n >= 1.
-        block_size: B, the drafter's own when None.
-        draft_window: context tokens that the drafter sees, the last ones; all when None.
-        page_size: the first of them is rounded down to a multiple of this.
+        drafter: for this target.
+        input_ids: [T] or [1, T] int64, T >= 1.
+        max_new_tokens: most tokens to generate.
+        block_size: W; None for the drafter's.
+        draft_window: number of last context tokens that the drafter sees; None for all.
+        page_size: the window's start is rounded down to a multiple of this.
         stop_token_ids: tokens that end the request.
-        num_nodes: N, of the trees that the target verifies; None: it verifies chains.
-        num_candidates: tokens of each depth that a tree may have.
+        num_nodes: N of the trees to verify; None to verify chains.
+        num_candidates: candidates per depth of a tree.
     """
     block_size = block_size or drafter.config.block_size
     if num_nodes is not None:
-        # No path is longer.
+        # No path is longer than the number of nodes.
         block_size = min(block_size, num_nodes)
     input_ids = torch.as_tensor(input_ids, device=target.device).flatten()
     target_cache = new_cache(target)
@@ -77,8 +80,8 @@ def dflash_generate(
             target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
         )
 
-        # Verify, and accept what the target agrees with, then the bonus: the target's token after the last match.
-        # The accepted drafts equal the target's tokens, so both are read from the target's rows.
+        # Verify. Accept the drafts that the target agrees with, then the bonus: the target's token after the last
+        # match. Accepted drafts equal the target's tokens, so both are read from the target's output.
         if num_nodes is None:
             draft_tokens = drafter.token_ids[draft_logits.argmax(-1)]
             accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
@@ -92,8 +95,7 @@ def dflash_generate(
         tokens += accepted
         accept_lengths.append(len(accepted))
 
-        # Append context. The committed rows are the old bonus and the accepted drafts; neither model may ever see the
-        # others again.
+        # Append context: the old bonus and the accepted drafts. Neither model may ever see the other tokens again.
         context_kv = append_context(drafter, context_kv, features)
 
     return DFlashOutput(cut(tokens, max_new_tokens, stop_token_ids), accept_lengths, least_margin)
@@ -103,7 +105,7 @@ def dflash_generate(
 def greedy_generate(
     target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int, *, stop_token_ids: Collection[int] = ()
 ) -> list[int]:
-    """Plain greedy decoding, one target forward per token: what `dflash_generate` must reproduce."""
+    """Decode greedily with one target forward per token. `dflash_generate` must give the same tokens."""
     cache = new_cache(target)
     step_ids = torch.as_tensor(input_ids, device=target.device).flatten()
     tokens: list[int] = []
@@ -115,31 +117,33 @@ def greedy_generate(
 
 
 def is_recurrent(target: PreTrainedModel) -> bool:
-    """Whether there are layers that keep a state in place of keys and values."""
+    """Return whether the target has layers that keep a state instead of keys and values."""
     return "linear_attention" in (target.config.to_dict().get("layer_types") or ())
 
 
 def new_cache(target: PreTrainedModel) -> DynamicCache:
-    """An empty one. Layers with windows keep all tokens as well, since the last of them may be cut off."""
+    """Return an empty cache. Layers with windows also keep all tokens, because the last ones may be cut off."""
     return DynamicCache(config=target.config) if is_recurrent(target) else DynamicCache()
 
 
 def verify_chain(
     target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, draft_tokens: Tensor, cache: DynamicCache
 ) -> tuple[list[int], Tensor]:
-    """Run [bonus, d_1 .. d_{B-1}] as a causal chain, and accept the longest prefix of the drafts.
+    """Run [bonus, d_1 .. d_{W-1}] as a causal chain, and accept the longest correct prefix of the drafts.
 
     Args:
-        draft_tokens: [B - 1] int64.
+        target, drafter: the models.
+        bonus: the bonus token.
+        draft_tokens: [W - 1] int64.
         cache: of the target; grows by the bonus and the accepted drafts.
 
     Returns:
         The committed tokens: the accepted drafts and the next bonus.
-        [1, L, F], the features of the cached ones, as many.
+        features: [1, L, F] of the tokens that were added to the cache.
     """
     seq_len, has_states = cache.get_seq_length(), is_recurrent(target)
     block = torch.cat([draft_tokens.new_tensor([bonus]), draft_tokens])
-    # What is rejected cannot be cut off a state: those that are kept see the accepted tokens alone.
+    # Rejected tokens cannot be removed from a state, so the accepted tokens are run again on the original cache.
     tried = copy.deepcopy(cache) if has_states else cache
     target_tokens, features = target_forward(target, drafter, block, tried)
     accept_length = int((draft_tokens == target_tokens[:-1]).cumprod(0).sum()) + 1
@@ -156,12 +160,15 @@ def verify_tree(
     """Run all nodes at once, each after the cached tokens and its own path, and accept a path.
 
     Args:
+        target, drafter: the models.
+        bonus: the bonus token, which is the root.
+        tree: the drafts.
         cache: of the target; grows by the accepted nodes.
 
     Returns:
-        The accepted nodes, the root among them.
-        [N] int64, the target's token after each node.
-        [1, L, F], the features of the accepted nodes.
+        path: the accepted nodes, with the root.
+        target_tokens: [N] int64. The target's token after each node.
+        features: [1, L, F] of the accepted nodes.
     """
     seq_len = cache.get_seq_length()
     nodes = torch.cat([tree.tokens.new_tensor([bonus]), tree.tokens])
@@ -184,21 +191,24 @@ def target_forward(
     """Run step_ids [L] after the cached tokens, which grow by L.
 
     Args:
+        target, drafter: the models.
+        step_ids: [L] int64.
+        cache: of the target.
         options: of the target's forward; without any, it runs a causal chain.
 
     Returns:
-        target_tokens: [L] int64, the argmax after every row.
-        features: [1, L, F] in the drafter's dtype, the outputs of the target layers the drafter reads.
+        target_tokens: [L] int64. The argmax after every token.
+        features: [1, L, F] in the drafter's dtype. Outputs of the target layers that the drafter reads.
     """
     out = target(input_ids=step_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True, **options)
     return out.logits[0].argmax(-1), context_features(out.hidden_states, drafter)
 
 
 def context_features(hidden_states: tuple[Tensor, ...], drafter: ReferenceDrafter) -> Tensor:
-    """HF hidden states, (layers + 1) x [N, L, hidden] -> features [N, L, F] in the drafter's dtype.
+    """Return features [bs, L, F] in the drafter's dtype for HF hidden states, (layers + 1) x [bs, L, H].
 
-    `hidden_states[0]` is the embedding, so the output of layer i is `hidden_states[i + 1]`. HF applies the
-    final norm to the last entry: the last layer cannot be read this way.
+    `hidden_states[0]` is the embedding, so the output of layer i is `hidden_states[i + 1]`. HF applies the final norm
+    to the last entry, so the last layer's output cannot be read.
     """
     layer_ids = drafter.config.target_layer_ids
     if max(layer_ids) + 1 >= len(hidden_states) - 1:
@@ -207,7 +217,7 @@ def context_features(hidden_states: tuple[Tensor, ...], drafter: ReferenceDrafte
 
 
 def append_context(drafter: ReferenceDrafter, context_kv: list[LayerKV], features: Tensor) -> list[LayerKV]:
-    """Extend every layer's context KV by features [1, L, F]; an empty list is an empty context."""
+    """Extend every layer's context KV by features [1, L, F]. An empty list is an empty context."""
     start = context_length(context_kv)
     positions = torch.arange(start, start + features.shape[1], device=features.device)[None]
     new_kv = drafter.project_context(features, positions)
@@ -220,12 +230,12 @@ def append_context(drafter: ReferenceDrafter, context_kv: list[LayerKV], feature
 
 
 def context_length(context_kv: list[LayerKV]) -> int:
-    """Number of tokens whose features the context holds."""
+    """Return the number of tokens in the context."""
     return context_kv[0][0].shape[2] if context_kv else 0
 
 
 def window_start(seq_len: int, draft_window: int, page_size: int) -> int:
-    """The first of the last `draft.window` of `seq_len` context tokens, rounded down to a page."""
+    """Return the first position of the last `draft_window` of `seq_len` context tokens, rounded down to a page."""
     return max(0, seq_len - draft_window) // page_size * page_size
 
 
@@ -238,13 +248,17 @@ def draft_block(
     block_size: int,
     seen_from: int = 0,
 ) -> Tensor:
-    """One drafter forward over `[bonus, mask x (B - 1)]`, right after the context.
+    """Run one drafter forward over `[bonus, mask x (W - 1)]`, right after the context.
 
     Args:
-        seen_from: the first position of the context that the drafter sees.
+        target, drafter: the models.
+        context_kv: of the drafter.
+        bonus: the bonus token.
+        block_size: W.
+        seen_from: first position of the context that the drafter sees.
 
     Returns:
-        [B - 1, V], logits of the drafts: row i predicts its own position, there is no shift.
+        [W - 1, V]. Logits of the drafts. Position i predicts itself; there is no shift.
     """
     seq_len = context_length(context_kv)
     block = torch.full((block_size,), drafter.config.mask_token_id, device=target.device)
@@ -258,12 +272,12 @@ def draft_block(
 
 
 def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:
-    """Whether the request has all its tokens, or holds a stop token."""
+    """Return whether the request has all its tokens or contains a stop token."""
     return len(tokens) >= max_new_tokens or not set(tokens).isdisjoint(stop_token_ids)
 
 
 def cut(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> list[int]:
-    """At most `max_new_tokens`, and nothing after the first stop token."""
+    """Return at most `max_new_tokens` tokens, and none after the first stop token."""
     tokens = tokens[:max_new_tokens]
     stop_at = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
     return tokens[: stop_at + 1]

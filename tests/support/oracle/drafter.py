@@ -1,13 +1,13 @@
 """The DFlash drafter in plain torch: Qwen3 layers over target features (DFlash paper, z-lab checkpoints).
 
-Legend of shapes: N sequences (or 1), T context tokens, Q block rows (A blocks of B rows), G key/value
-heads, D head dim, hidden = hidden_size.
+Letters in shapes: bs sequences (or 1), T context tokens, A blocks of W tokens each, V vocabulary, H hidden size.
+L stands for tokens of any kind. Other dimensions are spelled out.
 
 Two paths share the weights of every layer:
 
-* context path: target features -> fc -> hidden_norm -> k_proj / v_proj -> k_norm -> RoPE. It yields keys and
-  values only, no layer output, so the context of a growing sequence is append-only.
-* block path: an ordinary Qwen3 layer whose rows attend to the context and to their own block.
+* context path: target features -> fc -> hidden_norm -> k_proj / v_proj -> k_norm -> RoPE. It computes only keys and
+  values, so the context of a growing sequence is append-only.
+* block path: an ordinary Qwen3 layer whose tokens attend to the context and to their own block.
 """
 
 import json
@@ -23,13 +23,14 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LayerKV = tuple[Tensor, Tensor]
-# Which keys a row sees: [N, 1, Q, T + Q] bool, or the same for `flex_attention`, which is for compiled training.
+# Keys that a token of a block sees: [bs, 1, A * W, T + A * W] bool, or a mask of `flex_attention` for compiled
+# training.
 Mask = Tensor | BlockMask
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The fields of a `config.json` that shape the drafter; `rope` is the same config, for transformers' RoPE."""
+    """Fields of a `config.json` that shape the drafter. `rope` is the same config, for transformers' RoPE."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,8 +55,8 @@ class ReferenceConfig:
     def from_dict(cls, config: dict) -> "ReferenceConfig":
         """Read a `config.json` of z-lab or speculators.
 
-        `use_sliding_window: false`, or no `layer_types`, makes every layer full. `is_causal` is None when the
-        config does not say: then full layers are bidirectional in the block and sliding layers causal.
+        `use_sliding_window: false`, or no `layer_types`, makes every layer full. `is_causal` is None if the config has
+        none. Then full layers are bidirectional in the block, and sliding layers are causal.
         """
         if "speculators_model_type" in config:
             config = _from_speculators(config)
@@ -105,19 +106,19 @@ def _from_speculators(config: dict) -> dict:
 
 
 def block_masks(config: ReferenceConfig, context_positions: Tensor, block_positions: Tensor) -> dict[str, Tensor]:
-    """Which keys every block row sees, for each kind of layer in the drafter.
+    """Return the keys that every token of a block sees, for each kind of layer in the drafter.
 
-    A row sees the context strictly before its block's first position (the anchor) and its own block's rows.
-    With one block after the whole context this is the mask of decoding; with many it is the mask of training.
-    `is_causal` hides later positions; a sliding window W keeps keys in (p - W, p], or without
-    causality those with |p - key| < W.
+    A token sees the context strictly before its block's first position (the anchor), and its own block. With one block
+    after the whole context this is the mask of decoding; with many it is the mask of training. `is_causal` hides later
+    positions. A sliding window keeps keys in (p - window, p], or without causality those with |p - key| < window.
 
     Args:
-        context_positions: [N, T] int64.
-        block_positions: [N, A, B] int64; `[..., 0]` are the anchors.
+        config: of the drafter.
+        context_positions: [bs, T] int64.
+        block_positions: [bs, A, W] int64; `[..., 0]` are the anchors.
 
     Returns:
-        layer type -> [N, 1, A * B, T + A * B] bool, True = visible; keys are the context, then the rows.
+        By layer type, [bs, 1, A * W, T + A * W] bool, True = visible. Keys are the context, then the blocks.
     """
     _, num_blocks, block_size = block_positions.shape
     row_positions = block_positions.flatten(1)
@@ -144,7 +145,7 @@ def block_masks(config: ReferenceConfig, context_positions: Tensor, block_positi
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm as HF Qwen3 computes it: the normalisation in float32, the weight in the input's dtype."""
+    """RMSNorm as HF's Qwen3 computes it: normalisation in float32, weight in the input's dtype."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -158,13 +159,14 @@ class RMSNorm(nn.Module):
 
 
 def rope_cos_sin(positions: Tensor, config: Qwen3Config) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of neox-style RoPE, with the config's scaling.
+    """Return cosines and sines of neox-style RoPE, with the config's scaling.
 
     Args:
-        positions: [N, L] int64.
+        positions: [bs, L] int64.
+        config: of the drafter.
 
     Returns:
-        cos, sin: [N, 1, L, head_dim] float32, the half of the frequencies repeated twice.
+        cos, sin: [bs, 1, L, head_dim] float32. Each frequency occurs in both halves.
     """
     rope_type, scale = config.rope_parameters["rope_type"], 1.0
     if rope_type == "default":
@@ -178,13 +180,13 @@ def rope_cos_sin(positions: Tensor, config: Qwen3Config) -> tuple[Tensor, Tensor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [N, heads, L, D] by cos / sin [N, 1, L, D]: HF's half rotation, in x's dtype."""
+    """Rotate x [bs, heads, L, head_dim] by cos and sin [bs, 1, L, head_dim], in x's dtype: HF's half rotation."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
 
 class DFlashAttention(nn.Module):
-    """Qwen3 attention whose keys and values are the context's, then the block's."""
+    """Qwen3 attention whose keys and values are those of the context, then those of the block."""
 
     def __init__(self, config: ReferenceConfig):
         super().__init__()
@@ -200,17 +202,17 @@ class DFlashAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """[N, L, heads * D] -> [N, L, heads, D]."""
+        """Split [bs, L, heads * head_dim] into [bs, L, heads, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim))
 
     def project_kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerKV:
-        """x [N, L, hidden] -> rotated keys and values, each [N, G, L, D]."""
+        """Return rotated keys and values [bs, kv_heads, L, head_dim] each, for x [bs, L, H]."""
         keys = self.k_norm(self.split_heads(self.k_proj(x))).transpose(1, 2)
         values = self.split_heads(self.v_proj(x)).transpose(1, 2)
         return apply_rope(keys, cos, sin), values
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask) -> Tensor:
-        """x [N, Q, hidden], context_kv 2 x [N, G, T, D] -> [N, Q, hidden]."""
+        """Return [bs, A * W, H] for x of that shape and context_kv, two of [bs, kv_heads, T, head_dim]."""
         queries = self.q_norm(self.split_heads(self.q_proj(x))).transpose(1, 2)
         queries = apply_rope(queries, cos, sin)
         block_kv = self.project_kv(x, cos, sin)
@@ -240,7 +242,7 @@ class DFlashMLP(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    """A Qwen3 decoder layer; its norm applies to block rows only, never to the context."""
+    """Qwen3 decoder layer. Its norm applies to the block only, never to the context."""
 
     def __init__(self, config: ReferenceConfig, layer_type: str):
         super().__init__()
@@ -256,9 +258,9 @@ class DFlashLayer(nn.Module):
 
 
 class ReferenceDrafter(nn.Module):
-    """The drafter; embedding and lm_head are the target's and stay outside, but for an lm_head over fewer tokens.
+    """The drafter. Embedding and lm_head are the target's, unless the drafter has an lm_head over fewer tokens.
 
-    The module tree gives the tensor names of the checkpoints (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...).
+    The module tree gives the tensor names of checkpoints (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...).
     """
 
     def __init__(self, config: dict):
@@ -276,9 +278,9 @@ class ReferenceDrafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceDrafter":
-        """Load a folder with `config.json` and `model.safetensors`; every tensor must match by name.
+        """Load a folder with `config.json` and `model.safetensors`. Every tensor must match by name.
 
-        A speculators checkpoint may have copies of the target's tensors, which are the target's to say.
+        A speculators checkpoint may contain copies of the target's tensors, which are ignored.
         """
         path = Path(path)
         config = json.loads((path / "config.json").read_text())
@@ -292,14 +294,14 @@ class ReferenceDrafter(nn.Module):
         return drafter.to(dtype).eval()
 
     def project_context(self, features: Tensor, positions: Tensor) -> list[LayerKV]:
-        """Turn target features into every layer's context keys and values.
+        """Compute every layer's context keys and values from target features.
 
         Args:
-            features: [N, T, len(target_layer_ids) * hidden], the outputs of the target layers, concatenated.
-            positions: [N, T] int64, true positions.
+            features: [bs, T, len(target_layer_ids) * H]. Outputs of the target layers, concatenated.
+            positions: [bs, T] int64. Positions in the text.
 
         Returns:
-            per layer: keys and values, each [N, G, T, D]; appending along dim 2 extends the context.
+            Per layer keys and values, each [bs, kv_heads, T, head_dim]. Concatenation along dim 2 extends the context.
         """
         context = self.hidden_norm(self.fc(features))
         cos, sin = self._rope(positions)
@@ -316,14 +318,14 @@ class ReferenceDrafter(nn.Module):
         """Run A blocks of every sequence over its context.
 
         Args:
-            block_embeds: [N, A, B, hidden], the target's embeddings of `[bonus, mask x (B - 1)]`.
-            block_positions: [N, A, B] int64, true positions; `[..., 0]` are the anchors.
-            context_kv: per layer 2 x [N, G, T, D], from `project_context`.
-            context_positions: [N, T] int64.
-            mask: of all layers, in place of :func:`block_masks`.
+            block_embeds: [bs, A, W, H]. The target's embeddings of `[bonus, mask x (W - 1)]`.
+            block_positions: [bs, A, W] int64. Positions in the text; `[..., 0]` are the anchors.
+            context_kv: per layer two of [bs, kv_heads, T, head_dim], from `project_context`.
+            context_positions: [bs, T] int64.
+            mask: of all layers; None for :func:`block_masks`.
 
         Returns:
-            [N, A, B, hidden], for the target's lm_head: row i predicts the token at its own position.
+            [bs, A, W, H] for the target's lm_head. Position i predicts the token at position i itself.
         """
         if mask is None:
             masks = block_masks(self.config, context_positions, block_positions)
@@ -336,12 +338,12 @@ class ReferenceDrafter(nn.Module):
         return self.norm(x).view_as(block_embeds)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module) -> Tensor:
-        """Rows [L, hidden] of the drafter -> [L, V], over `token_ids`."""
+        """Return logits [L, V] over `token_ids` for the drafter's outputs [L, H]."""
         return self.lm_head(hidden) if self.has_own_head else target_head(hidden.to(target_head.weight.dtype))
 
     @property
     def token_ids(self) -> Tensor:
-        """[V] int64, the target's token for each that the drafter knows."""
+        """Return the target's token for each token of the drafter: [V] int64."""
         tokens = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
         return tokens + self.d2t if self.has_own_head else tokens
 

@@ -1,6 +1,6 @@
-"""Trees of drafts for the batch-1 oracle, in plain Python: best first over the drafter's log probabilities.
+"""Draft trees for the batch-1 oracle in plain Python: best-first search over the drafter's log probabilities.
 
-Source: DDTree (arXiv 2604.12989). Written for reading, apart from the operations of the served cycle.
+Source: DDTree (arXiv 2604.12989). It is written to be read, and shares no code with the served cycle's operations.
 """
 
 import heapq
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Text:
-    """Which tokens have followed each other in a request's text so far.
+    """Set of the token pairs in a request's text so far.
 
-    Of each pair the cycle keeps a tag of 16 bits in one of 4,096 places, both from a hash, where a later pair replaces
-    it: so does this, as now and then it makes another tree.
+    The cycle keeps a 16-bit tag of each pair in a table of 4,096 entries, where a later pair overwrites an earlier one.
+    This class does the same, because an overwritten pair sometimes changes a tree.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -36,12 +36,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a drafter says of a block, and what the text so far says about it.
+    """Drafter's log probabilities of a block, with the text so far.
 
     Attributes:
-        log_probs: [B - 1, V], row i of the token at depth i + 1.
-        token_ids: [V] int64, the token of each column.
-        num_candidates: of each row, that a tree may have.
+        log_probs: [W - 1, V]. Row i is for depth i + 1.
+        token_ids: [V] int64. Token of each column.
+        num_candidates: number of candidates per depth.
         text: up to the bonus token.
     """
 
@@ -52,14 +52,14 @@ class Drafts:
 
     @cached_property
     def columns(self) -> Tensor:
-        """[B - 1, num_candidates] int64, of the best tokens of every row, the most probable first."""
+        """Return the columns of the best tokens per depth, best first: [W - 1, num_candidates] int64."""
         return self.log_probs.topk(self.num_candidates, dim=-1).indices
 
     def behind(self, first: int | None, depth: int) -> Tensor:
-        """[V] log probabilities of the tokens at a depth from 1 on, behind a draft; at depth 1 behind the bonus token.
+        """Return log probabilities [V] of the tokens at a depth >= 1 after the draft `first`; None is the bonus token.
 
-        The drafter does not know which draft it is. Those candidates that the text has right after it count e^2 times
-        as much, and all are divided by their sum. The bonus token the drafter knows.
+        The drafter predicts depths independently. Candidates that follow `first` in the text count e^2 times as much,
+        and all are normalised again. The drafter knows the bonus token, so depth 1 is unchanged.
         """
         row = self.log_probs[depth - 1]
         if first is None:
@@ -73,14 +73,14 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Tree:
-    """N nodes or fewer; node 0 is the bonus token.
+    """Draft tree of at most N nodes. Node 0, the root, is the bonus token.
 
     Attributes:
-        tokens: [N - 1] int64, of the nodes behind the root.
-        parents: the node before each node; the root's is itself.
-        depths: of each node; the root's is 0.
-        log_probs: of each node's path, summed from the root, not ascending.
-        next_log_prob: of the path that would be the next node; -inf if there is none.
+        tokens: [N - 1] int64. Tokens of the nodes after the root.
+        parents: parent of each node; the root's is itself.
+        depths: depth of each node; the root's is 0.
+        log_probs: log probability of each node's path, summed from the root, not ascending.
+        next_log_prob: log probability of the path that would be the next node; -inf if there is none.
     """
 
     tokens: Tensor
@@ -90,7 +90,7 @@ class Tree:
     next_log_prob: float
 
     def sees(self) -> Tensor:
-        """[N, N] bool: whether the row's node sees the column's, itself and those before it on its path."""
+        """Return [N, N] bool: whether the row's node sees the column's, which is itself or an ancestor."""
         seen = torch.eye(len(self.parents), dtype=torch.bool, device=self.tokens.device)
         for node, parent in enumerate(self.parents):
             seen[node] |= seen[parent]
@@ -98,13 +98,13 @@ class Tree:
 
 
 def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
-    """The `num_nodes - 1` most probable beginnings of a block, of the best candidates of every row."""
+    """Return the tree of the `num_nodes - 1` most probable prefixes of a block, among the candidates of each depth."""
     num_depths = len(drafts.log_probs)
     candidates = drafts.token_ids[drafts.columns].tolist()
     tokens, parents, depths, sums = [], [0], [0], [0.0]
     order = count()
-    # Every path that may be next: its negated log probability, ties in the order of arrival, the node before its last
-    # token, and that token.
+    # All paths that may be next: negated log probability, order of arrival for ties, parent of the last token, and the
+    # last token.
     heap = []
 
     def open_node(node: int) -> None:
@@ -126,7 +126,7 @@ def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
 
 
 def accept_path(tree: Tree, target_tokens: Tensor) -> list[int]:
-    """The nodes, from the root on, that hold the target's token after the one before: [N] int64 -> at most N nodes."""
+    """Return the nodes from the root on that hold the target's token after their parent. target_tokens: [N] int64."""
     path = [0]
     while True:
         wanted = int(target_tokens[path[-1]])
@@ -138,30 +138,31 @@ def accept_path(tree: Tree, target_tokens: Tensor) -> list[int]:
 
 
 def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -> float:
-    """How far the drafter's log probabilities are from a tree of which another path would be accepted.
+    """Return the smallest change of the drafter's log probabilities that would change the accepted path.
 
-    Where that is about a rounding error, a drafter that sums in another order may rightly accept another one.
+    If it is about a rounding error, a drafter that sums in another order may accept another path.
 
     Args:
-        path: the nodes that are accepted.
-        target_tokens: [N] int64, the target's token after each node.
-        drafts: that the tree is of.
+        tree: the tree of `drafts`.
+        path: the accepted nodes.
+        target_tokens: [N] int64. The target's token after each node.
+        drafts: of the tree.
     """
     log_probs, token_ids, num_candidates = drafts.log_probs, drafts.token_ids, drafts.num_candidates
     ranked = log_probs.sort(dim=-1, descending=True).values
     distances = [math.inf]
     if len(path) > 1:
-        # The last node might have given way to the next one,
+        # The last node could lose its place to the next path,
         distances.append(tree.log_probs[path[-1]] - tree.next_log_prob)
         if num_candidates < ranked.shape[1]:
-            # or a node's token to one that was not among the candidates.
+            # or a node's token could lose its rank to a token that is not a candidate.
             for node in path[1:]:
                 row = tree.depths[node] - 1
                 own = log_probs[row, token_ids == tree.tokens[node - 1]]
                 distances.append(float(own - ranked[row, num_candidates]))
     depth = tree.depths[path[-1]]
     if depth < len(log_probs):
-        # The target's token might have been a node, and a candidate.
+        # The target's token could become a node, for which it must be a candidate.
         is_refused = token_ids == target_tokens[path[-1]]
         if is_refused.any():
             last = int(tree.tokens[path[-1] - 1]) if depth else None
