@@ -223,7 +223,7 @@ def test_other_source_refuses_dflash_and_nothing_else(run_python):
     assert len(errors) == 3
     for kind, message in errors.values():
         assert kind == "LedgerError"
-        assert f"was written against SGLang 0.4.2, and {recorded.SGLANG} is installed" in message
+        assert f"was written against SGLang 0.4.2, and SGLang {recorded.SGLANG} is installed" in message
         assert f"changed: {CREATE_WORKER}; missing: sglang.srt.gone.function." in message
         assert "python -m sglang_dflash.ledger" in message
         assert "SGLANG_PLUGINS=none" in message

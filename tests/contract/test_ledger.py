@@ -289,13 +289,13 @@ def test_differences_are_named_with_who_uses_them_and_why(capsys, changed_tree):
     for path in (str(changed_tree), wheel(changed_tree, changed_tree.parent / "next.whl")):
         code, out, _ = run(capsys, path)
         assert code == 1
-        relayed = "who restores the batch that a cycle overwrites, and when a cycle's results are relayed"
+        relayed = "relies on who restores the batch that a cycle overwrites, and on when results are relayed"
         assert out.splitlines()[:-1] == [
             f"changed {CHANGED}",
             f"        engine/worker.py: {relayed}",
             f"missing {MOVED}",
-            "        memory/reservation.py: KV slots of a block are reserved as SGLang counts them",
-            "        its last name is defined in sglang/srt/mem_cache/allocation_blocks.py",
+            "        memory/reservation.py: reserves KV slots of a block as SGLang counts them",
+            "        sglang/srt/mem_cache/allocation_blocks.py defines something of its last name",
         ]
         assert out.splitlines()[-1].endswith(f"{len(recorded.FINGERPRINTS) - 2} same, 1 changed, 1 missing.")
 
@@ -377,7 +377,7 @@ def test_bad_input_is_one_error(capsys, tree, tmp_path):
         str(not_zipped): f"{not_zipped} is neither a wheel nor a directory",
         str(bare): f"{bare} is not a wheel: it has no .dist-info/METADATA",
         wheel(tree, tmp_path / "other.whl", name="other"): f"{tmp_path}/other.whl is a wheel of other, not of sglang",
-        str(tmp_path): f"{tmp_path} is no source of SGLang: it has no sglang/srt",
+        str(tmp_path): f"{tmp_path} is not the source of SGLang: it has no sglang/srt",
     }.items():
         assert run(capsys, path) == (2, "", f"python -m sglang_dflash.ledger: {error}\n")
     edit(tree / "sglang/srt/managers/scheduler.py", CHANGE[0], "def _forward_isolation(self, self=)")
