@@ -406,7 +406,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--temperatures: only for --measure requests.")
     for name in args.engine_arguments:
         if name in OWN_ARGUMENTS or name.startswith("speculative_"):
-            raise ValueError(f"--engine-arguments: the sweep sets {name} itself; leave it out.")
+            raise ValueError(f"--engine-arguments: {name} is set by the sweep itself; leave it out.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU; leave it out.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
