@@ -1,9 +1,9 @@
-"""Compile the kernels of scripts/bench_kernels.py and of the training for a Hopper GPU, which need not be there.
+"""Compile the kernels of scripts/bench_kernels.py and of the training for a Hopper GPU, without such a GPU.
 
-A program of its own, since Triton decides once per process whether it compiles or interprets.
+It is a program because Triton decides once per process whether it compiles or interprets.
 usage: compile_kernels.py
 
-Prints a line per compiled kernel: its name and the length of its machine code.
+It prints the name of each compiled kernel and the length of its machine code.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 
 
 class HopperDriver:
-    """What Triton asks a driver before it compiles."""
+    """Driver that answers what Triton asks before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -49,12 +49,12 @@ def main() -> None:
     for make in bench_kernels.KERNELS:
         case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
         bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
-    # More rows than of two blocks.
+    # More rows than two blocks have.
     linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
     queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
     triton_decode_attention(queries, keys, values, torch.tensor([100]))
-    # With all that a layer may have; DeepSeek's, whose values are part of the keys; in float32. Of many trees thread
-    # blocks merge parts themselves.
+    # A layer with every option; DeepSeek's layer, whose values are part of the keys; and float32. For 32 trees thread
+    # blocks merge their parts themselves.
     for bs in (2, 32):
         compile_trees(bs, 64, 8, 128, torch.bfloat16, torch.float8_e4m3fn, has_window=True)
         compile_trees(bs, 16, 1, 576, torch.bfloat16, torch.bfloat16, has_window=False)
@@ -64,7 +64,7 @@ def main() -> None:
 def compile_trees(
     bs: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_dtype: torch.dtype, has_window: bool
 ) -> None:
-    """Attention of trees of 16 nodes; with `has_window`, of a layer with a slot map, a cap and sinks too."""
+    """Compile attention of trees of 16 nodes. `has_window` adds a slot map, a logit cap and sinks."""
     query = torch.zeros(16 * bs, heads, size, dtype=dtype)
     k_cache, v_cache = torch.zeros(2, 64, kv_heads, size).to(kv_dtype)
     if size == 576:

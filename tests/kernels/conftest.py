@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else through Triton's interpreter."""
+"""Fixtures of kernel tests. Kernels run on a GPU if there is one, else in Triton's interpreter."""
 
 import os
 
@@ -7,13 +7,13 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    # Read when Triton is imported, which must not have happened yet: run this folder in a process of its own.
+    # Triton reads it on import, which must come later: run this folder in its own process.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patch_triton_once():
-    """The interpreter patches Triton's language again at every call of a device function, most of the time it takes."""
+    """Make the interpreter patch Triton's language once, not in every call of a device function, which takes long."""
     if DEVICE == "cuda":
         return
     from triton.runtime import interpreter

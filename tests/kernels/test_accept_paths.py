@@ -6,7 +6,7 @@ from sglang_dflash.ops.reference.accept_paths import accept_paths as reference
 
 
 def random_parents(bs, num_nodes, max_len, device):
-    """Of trees with paths of up to `max_len` nodes, some nodes in front of which there is nothing."""
+    """Return parents of trees with paths of up to `max_len` nodes. Some nodes are padding."""
     parents = torch.full((bs, num_nodes), -1)
     depths = torch.zeros(bs, num_nodes, dtype=torch.int64)
     for request in range(bs):
@@ -38,7 +38,7 @@ def test_matches_reference(bs, num_nodes, max_len, vocab, device):
 
 @pytest.mark.parametrize("accept", [accept_paths, reference])
 def test_by_hand(accept, device):
-    """0 is in front of 1 (token 5) and 2 (6), 2 of 3 (7) and 4 (8), and 5 is no node."""
+    """Node 0 is the parent of 1 (token 5) and 2 (6); node 2 is the parent of 3 (7) and 4 (8); node 5 is padding."""
 
     def tensor(rows):
         return torch.tensor(rows, device=device)

@@ -31,7 +31,7 @@ def test_by_hand(accept, device):
     assert got.accept_lens.tolist() == [4, 3, 1, 1]
     assert got.bonus_tokens.tolist() == [4, 5, 7, 7]
     assert got.new_seq_lens.tolist() == [14, 23, 31, 41]
-    # A match behind the first mismatch does not count.
+    # A match after the first mismatch does not count.
     assert got.out_tokens.tolist() == [[1, 2, 3, 4], [1, 2, 5, 0], [7, 0, 0, 0], [7, 0, 0, 0]]
 
 

@@ -11,10 +11,10 @@ from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams as begin_ref
 @pytest.mark.parametrize(("bs", "width"), [(0, 16), (1, 1), (5, 7), (33, 16), (3, 64)])
 @pytest.mark.parametrize("vocab", [3, 151936, 2**40])
 def test_matches_reference(bs, width, vocab, device):
-    """Texts of few tokens have the same pair again and again; images are tokens beyond any vocabulary."""
+    """Texts of few tokens repeat the same pairs. Images have tokens beyond any vocabulary."""
     args = (
         torch.randperm(bs + 3, device=device)[:bs],
-        # A column of the trees.
+        # A column of a larger tensor, as the tokens of trees are.
         torch.randint(0, vocab, (bs, 3), device=device)[:, 0],
         torch.randint(0, vocab, (bs, width), device=device),
         torch.randint(1, width + 1, (bs,), device=device),
@@ -33,7 +33,7 @@ def test_the_newest_of_pairs_that_share_a_place_is_found(add, device):
     firsts, seconds = torch.meshgrid(*[torch.arange(400, device=device)] * 2, indexing="ij")
     places, tags = locate(firsts, seconds)
     zeros, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device)
-    # Texts of five tokens, the first and the last pair of which share a place.
+    # Texts of four tokens, whose first and last pairs have the same index.
     first, second = 0, 1
     other = (places == places[first, second]).nonzero()
     for third, fourth in other[:20].tolist():

@@ -14,7 +14,7 @@ def test_matches_reference(rows, size, weight_offset, dtype, is_early, device):
     want = x.clone(), residual.clone()
     add_rms_norm(x, residual, weight, 1e-2, weight_offset, is_early)
     reference(*want, weight, 1e-2, weight_offset, is_early)
-    # bf16: Triton's interpreter truncates where a GPU rounds; on a GPU, sums in another order round to a neighbour.
+    # bf16: Triton's interpreter truncates where a GPU rounds. On a GPU, sums in another order round to a neighbour.
     bound = 2e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(x, want[0], rtol=bound, atol=bound)
     torch.testing.assert_close(residual, want[1], rtol=bound, atol=bound)
@@ -22,7 +22,7 @@ def test_matches_reference(rows, size, weight_offset, dtype, is_early, device):
 
 @pytest.mark.parametrize("apply", [add_rms_norm, reference])
 def test_the_sum_is_normed_before_it_is_rounded(apply, device):
-    """A sum just below 1 rounds to 1 in the residual, but its norm is that of the others too."""
+    """A sum just below 1 rounds to 1 in the residual, but the norm is computed from the unrounded sum."""
     x = torch.tensor([[2**-10, 0.0]], device=device, dtype=torch.bfloat16)
     residual = torch.tensor([[1.0, 1.0]], device=device, dtype=torch.bfloat16)
     apply(x, residual, torch.tensor([1000.0, 1000.0], device=device, dtype=torch.bfloat16), 0.0, 0.0, False)
@@ -33,7 +33,7 @@ def test_the_sum_is_normed_before_it_is_rounded(apply, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer's kernel needs a GPU")
 @pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 def test_rounds_as_flashinfer(weight_offset, device):
-    """Up to how a row's squares are summed, which decides a rounding of one number in ten thousand."""
+    """Squares are summed in another order, which changes the rounding of one number in ten thousand."""
     import flashinfer
 
     x, residual = torch.randn(2, 128, 4096, device=device).bfloat16()

@@ -11,7 +11,7 @@ NUM_SLOTS = 7
 @pytest.mark.parametrize("block_size", [1, 2, 10, 16])
 @pytest.mark.parametrize("vocab", [3, 1024, 1025])
 def test_matches_reference(bs, block_size, vocab, device):
-    # Rows further apart than they are long, as behind a padded vocabulary.
+    # Rows with a stride larger than their length, as in a padded vocabulary.
     padded = 5 * torch.randn(bs * block_size, vocab + 3, device=device)
     logits, want = padded[:, :vocab], padded[:, :vocab].clone()
     block_tokens = torch.randint(0, min(vocab, 5), (bs, block_size), device=device)
@@ -19,7 +19,7 @@ def test_matches_reference(bs, block_size, vocab, device):
     slots = torch.randperm(NUM_SLOTS, device=device)[:bs]
     frequency, presence = torch.rand(2, bs, device=device)
     repetition = 0.5 + torch.rand(bs, device=device)
-    # One request has none of them.
+    # One request has no penalties.
     frequency[:1], presence[:1], repetition[:1] = 0, 0, 1
     behind = padded[:, vocab:].clone()
 
@@ -33,7 +33,7 @@ def test_matches_reference(bs, block_size, vocab, device):
 @pytest.mark.parametrize("apply", [apply_penalties, reference])
 def test_by_hand(apply, device):
     logits = torch.tensor([[8.0, 4, -2, 1], [8, 4, -2, 1], [8, 4, -2, 1]], device=device)
-    # Token 1 was generated twice before the block; the block appends token 2, then token 0.
+    # Token 1 was generated twice before the block. The block appends token 2, then token 0.
     counts = torch.tensor([[0, 2, 0, 0]], dtype=torch.int32, device=device)
 
     def one(value):

@@ -11,12 +11,12 @@ from sglang_dflash.types import KeyChunks
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-# Weights are rounded to the dtype before they are multiplied with values, and outputs once more.
+# Weights are rounded to the dtype before they are multiplied with values, and so are outputs.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 CONTEXTS = (65, 0, 300, 1, 64, 63)
-# Keys of a chunk, but for rounding.
+# Fewest keys of a chunk, before rounding.
 MIN_CHUNK = 64
-# Query heads, KV heads, numbers of a key and of a value.
+# Query heads, KV heads, dimension of a key and of a value.
 GQA = (4, 2, 32, 32)
 
 
@@ -25,7 +25,7 @@ def own_bit(node: int) -> int:
 
 
 def random_trees(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths and ancestors, [bs, N]. Of every third request the last node is behind no other."""
+    """Return depths and ancestors, [bs, N]. The last node of every third request is padding."""
     depths, ancestors = torch.zeros(2, bs, num_nodes, dtype=torch.int64)
     for i in range(bs):
         for node in range(num_nodes):
@@ -43,7 +43,7 @@ def chains(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stars(bs: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """No node is behind another."""
+    """Return depths and ancestors of nodes that only see themselves."""
     bits = torch.tensor([own_bit(node) for node in range(num_nodes)])
     return torch.zeros(bs, num_nodes, dtype=torch.int64), bits.repeat(bs, 1)
 
@@ -64,12 +64,12 @@ def arguments(
     k_scale=1.0,
     v_scale=1.0,
 ) -> list:
-    """Of the kernel and its twin; whatever no node sees is NaN."""
+    """Return arguments of the kernel and its reference. Everything that no node may see is NaN."""
     bs, (heads, kv_heads, key_size, value_size) = len(contexts), shape
     depths, ancestors = trees(bs, num_nodes)
     seq_lens = torch.tensor(contexts)
     positions = (seq_lens[:, None] + depths).flatten()
-    # A query is part of a projection, a cache of a wider one.
+    # The query is a view of a projection, and the cache of a wider one.
     query = torch.full((bs * num_nodes, heads + 2 * kv_heads, key_size), torch.nan)
     query[:, :heads] = torch.randn(bs * num_nodes, heads, key_size)
     width = max(contexts) + num_nodes + 5
@@ -79,7 +79,7 @@ def arguments(
     slots = torch.randperm(unseen)[: bs * width].view(bs, width)
     mapped = torch.randperm(unseen) if has_slot_map else torch.arange(unseen)
     slot_map = torch.full((num_slots,), unseen)
-    # A view with a row stride of its own, as a slice of a larger pool would be.
+    # A view with its own row stride, as a slice of a larger pool.
     req_to_token = torch.full((bs + 2, 2 * width), unseen, dtype=torch.int32)
     rows = torch.randperm(bs + 2)[:bs]
     for i, context in enumerate(contexts):
@@ -103,8 +103,10 @@ def arguments(
 
 
 def divide(inputs: list, num_chunks: int | None = None, *, merges: bool = False) -> KeyChunks:
-    """The keys of all requests into as many chunks, at most; None: as many as keep a GPU busy. With `merges`, thread
-    blocks of attention merge their parts."""
+    """Divide the keys of all requests into at most `num_chunks` chunks; None for as many as keep a GPU busy.
+
+    With `merges`, thread blocks of attention merge their parts themselves.
+    """
     query, k_cache, v_cache, _, req_pool_indices, _, seq_lens, _, ancestors = inputs[:9]
     shape = (ancestors.shape[1], query.shape[1], *k_cache.shape[1:], v_cache.shape[2])
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +121,7 @@ def divide(inputs: list, num_chunks: int | None = None, *, merges: bool = False)
 
 
 def num_chunks_of(split: KeyChunks) -> list[int]:
-    """Of each request."""
+    """Return the number of chunks of each request."""
     requests = split.chunks[:, 0]
     return requests[requests >= 0].bincount().tolist()
 
@@ -129,7 +131,7 @@ def check(inputs: list, num_chunks: int | None) -> torch.Tensor:
     tolerance = TOLERANCE[want.dtype]
     for merges in (False, True):
         split = divide(inputs, num_chunks, merges=merges)
-        # Layers share it.
+        # Layers share the split.
         for _ in range(2 if merges else 1):
             got = attend_trees(*inputs, split)
             assert got.dtype == want.dtype and got.is_contiguous()
@@ -137,7 +139,7 @@ def check(inputs: list, num_chunks: int | None) -> torch.Tensor:
     return got
 
 
-# Six requests: one chunk each; the longest has two, three.
+# For six requests: one chunk each, or two or three for the longest.
 @pytest.mark.parametrize("num_chunks", [6, 7, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_nodes", [1, 5, 16])
@@ -148,7 +150,7 @@ def test_matches_reference(num_nodes, dtype, num_chunks, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_nodes", "group"), [(33, 1), (64, 1), (64, 3), (16, 7), (33, 4)])
 def test_tiles_of_rows(num_nodes, group, dtype, device):
-    """More rows than one tile has, and groups that fill none."""
+    """The tree has more rows than a tile, or groups that do not fill a tile."""
     check(arguments((200,), num_nodes, (group, 1, 16, 16), device, dtype=dtype), 3)
 
 
@@ -166,7 +168,7 @@ def test_values_in_keys(dtype, num_chunks, device):
     check(inputs, num_chunks)
 
 
-# Shorter than a tree is deep, of one tile, of several.
+# Windows shorter than the depth of a tree, of one tile, and of several tiles.
 @pytest.mark.parametrize("window", [2, 60, 200])
 @pytest.mark.parametrize("has_slot_map", [False, True])
 @pytest.mark.parametrize("num_chunks", [3, 4])
@@ -184,7 +186,7 @@ def test_more_nodes_than_rows_of_a_tile(device):
 def test_caps_and_sinks(num_chunks, logit_cap, window, device):
     inputs = arguments((0, 300, 65), 5, GQA, device, logit_cap=logit_cap, has_sinks=True, window=window)
     check(inputs, num_chunks)
-    # One that takes all there is, and one that is not there.
+    # One sink that takes all weight, and one that has none.
     inputs[-3] = torch.tensor([1000.0, -torch.inf, 0.0, -1000.0], device=device).bfloat16()
     assert not check(inputs, num_chunks)[:, 0].any()
 
@@ -192,7 +194,7 @@ def test_caps_and_sinks(num_chunks, logit_cap, window, device):
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8(dtype, kv_dtype, device):
-    # As SGLang keeps it.
+    # SGLang stores fp8 as uint8.
     inputs = arguments((0, 65, 200), 5, GQA, device, dtype=dtype, kv_dtype=kv_dtype, k_scale=0.7, v_scale=1.9)
     inputs[1:3] = (cache.view(torch.uint8).view(kv_dtype) for cache in inputs[1:3])
     check(inputs, 4)
@@ -201,11 +203,11 @@ def test_fp8(dtype, kv_dtype, device):
 @pytest.mark.parametrize(
     ("contexts", "window", "num_chunks", "merges"),
     [
-        # Room for 33 thread blocks for each of 8 KV heads. Few requests: chunks of 96 keys and more.
+        # Room for 33 thread blocks for each of 8 KV heads. For few requests a chunk has at least 96 keys.
         ((500,), None, [5], False),
         ((32_000,), None, [33], False),
         ((32_000,), 1000, [11], False),
-        # Many: of 768 and more.
+        # For many requests it has at least 768.
         ((500,) * 8, None, [1] * 8, True),
         ((4000,) * 8, None, [4] * 8, True),
         ((500,) * 32, None, [1] * 32, True),
@@ -225,13 +227,13 @@ def test_shares_keys_evenly(contexts, window, num_chunks, merges, device, monkey
     assert (split.arrivals is not None) == merges
     _, first, end, *_ = split.chunks[split.chunks[:, 0] >= 0].T
     lens, tile = end - first, 32
-    # Those of a request are equal, but for its last.
+    # The chunks of a request have equal lengths, except for the last.
     assert all(len(part[:-1].unique()) <= 1 for part in lens.split(num_chunks))
     assert not (torch.cat([part[:-1] for part in lens.split(num_chunks)]) % tile).any()
 
 
 def test_many_chunks(device, monkeypatch):
-    """More than are merged at a time; the other request has one."""
+    """One request has more chunks than are merged at a time, the other has one."""
     monkeypatch.setattr(kernel, "_MERGED_CHUNKS", 4)
     check(arguments((1200, 100), 3, GQA, device), 10)
 
@@ -265,7 +267,7 @@ def test_chain_is_causal_attention(context, num_nodes, device):
 
 
 def test_nodes_of_no_path(device):
-    """Each sees the context and itself, 64 of them, by hand."""
+    """Each of 64 nodes sees the context and itself; the expected outputs are computed by hand."""
     inputs = arguments((3,), 64, (1, 1, 16, 16), device, trees=stars)
     query, keys, values = inputs[0][:, 0], *(x[inputs[3][inputs[4][0], :67].long(), 0] for x in inputs[1:3])
 
@@ -279,7 +281,7 @@ def test_nodes_of_no_path(device):
 
 @pytest.mark.parametrize("merges", [False, True])
 def test_depends_on_no_other_request(merges, device):
-    """To the last bit, with the same chunks."""
+    """A request's output is the same in every bit if its chunks are the same."""
     inputs = arguments((65, 300, 10), 5, GQA, device, dtype=torch.float16)
     alone = list(inputs)
     alone[0], alone[7] = inputs[0][5:10], inputs[7][5:10]
@@ -288,7 +290,7 @@ def test_depends_on_no_other_request(merges, device):
 
     splits = divide(inputs, 4, merges=merges), divide(alone, 2, merges=merges)
 
-    # Their first keys and their last.
+    # The first and last keys of the chunks.
     of_all, of_one = (split.chunks[split.chunks[:, 0] == i][:, 1:3] for i, split in ((1, splits[0]), (0, splits[1])))
     assert torch.equal(of_all, of_one) and len(of_one) == 2
     assert torch.equal(attend_trees(*inputs, splits[0])[5:10], attend_trees(*alone, splits[1]))

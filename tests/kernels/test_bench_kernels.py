@@ -1,4 +1,4 @@
-"""scripts/bench_kernels.py launches the kernels as they are."""
+"""scripts/bench_kernels.py launches every kernel, and checks it against its reference."""
 
 import bench_kernels
 import pytest
@@ -8,7 +8,7 @@ SIZES = ("--vocab", "600", "--window", "16", "--context", "60")
 
 @pytest.fixture(autouse=True)
 def small_shapes(monkeypatch):
-    """Of matrices, heads, recurrent states and pools, which take the interpreter minutes."""
+    """Shrink matrices, heads, recurrent states and pools, which would take the interpreter minutes."""
     sizes = {
         "Q_HEADS": 8,
         "KV_HEADS": 2,

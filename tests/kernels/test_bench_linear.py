@@ -1,4 +1,4 @@
-"""scripts/bench_linear.py compares what computes the same."""
+"""scripts/bench_linear.py compares implementations that compute the same."""
 
 import bench_linear
 import pytest
@@ -16,7 +16,7 @@ def test_measures_what_is_right(monkeypatch):
 
 
 def test_measures_a_layer(monkeypatch):
-    """Of 96 rows, where only the gated product is ours, as of few."""
+    """All layers use the package's kernel for 3 rows; only the gated layer does for 96."""
     for name, value in {"HIDDEN": 64, "HEADS": 1, "HEAD_DIM": 64}.items():
         monkeypatch.setattr(bench_linear, name, value)
     monkeypatch.setattr(bench_linear, "LAYER", ["192x64", "64x64", "96x64 gated", "64x96"])

@@ -1,4 +1,4 @@
-"""Triton interprets what it would not compile, so kernels are compiled too, for a GPU that need not be there."""
+"""Kernels compile for a GPU that need not be present. Triton's interpreter also accepts code that does not compile."""
 
 import os
 import re

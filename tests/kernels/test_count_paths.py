@@ -16,7 +16,7 @@ def test_matches_reference(bs, num_nodes, max_len, num_candidates, has_drafts, d
     args = (
         paths,
         torch.randint(1, max_len + 1, (bs,), device=device),
-        # Of three drafts one is a candidate, more or less; that none is happens where acceptance is simulated.
+        # About one draft in three is a candidate. With simulated acceptance, none may be.
         torch.randint(0, vocab, (bs, num_nodes), device=device),
         torch.rand(bs, max_len - 1, vocab, device=device).argsort(dim=-1)[..., :num_candidates] if has_drafts else None,
         torch.randint(0, 2, (bs,), device=device),
@@ -31,7 +31,7 @@ def test_matches_reference(bs, num_nodes, max_len, num_candidates, has_drafts, d
 
 @pytest.mark.parametrize("count", [count_paths, reference])
 def test_by_hand(count, device):
-    """Of four requests the third has a chain, and the fourth is padding."""
+    """The third of four requests has a chain, and the fourth is padding."""
 
     def tensor(rows):
         return torch.tensor(rows, device=device)
@@ -41,5 +41,5 @@ def test_by_hand(count, device):
     tokens = tensor([[9, 5, 6, 7]] * 4)
     candidates = tensor([[[5, 6], [7, 8]], [[5, 6], [6, 7]], [[5, 6], [6, 7]], [[5, 6], [6, 7]]])
     count(counts, paths, tensor([3, 2, 3, 3]), tokens, candidates, tensor([0, 0, 1, 0]), tensor([4, 1, 2, 0]))
-    # The first request's drafts were a second and a first candidate, the second's one a first.
+    # The first request's drafts were of rank 1 and 0, the second's of rank 0.
     assert counts.tolist() == [102, 1, 1, 1, 2, 1]

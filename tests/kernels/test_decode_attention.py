@@ -1,4 +1,4 @@
-"""The attention with which conversations are generated (scripts/training)."""
+"""Attention of the generation of conversations (scripts/training)."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torc
 
 
 def fused_queries(num_rows, num_heads, num_kv_heads, head_dim, dtype, device):
-    """[N, H, D] as they lie in the output of a projection to queries, keys and values."""
+    """Return queries [rows, heads, head_dim] as part of a projection to queries, keys and values."""
     qkv = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_dim, device=device, dtype=dtype)
     return qkv[:, :num_heads]
 

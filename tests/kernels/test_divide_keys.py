@@ -8,7 +8,7 @@ CONTEXTS = [[1], [5000], [131_000], [0, 1, 112, 113, 127, 128], [600] * 33, [1, 
 
 
 def divide(operation, contexts, window, unit, min_chunk, num_nodes, room, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunks, with room for as many beyond one of each request, and where parts begin."""
+    """Return the chunks and the starts of parts. There is room for `room` chunks more than requests."""
     lens = torch.tensor(contexts, device=device)
     rows = torch.arange(len(contexts), device=device).flip(0) + 3
     chunks = torch.full((len(contexts) + room, 6), -7, dtype=torch.int32, device=device)

@@ -10,13 +10,13 @@ from sglang_dflash.ops.reference.gather_window import gather_window as reference
 @pytest.mark.parametrize(("window", "page_size"), [(1, 1), (7, 1), (16, 16), (20, 16), (64, 8), (1100, 64), (5000, 1)])
 def test_matches_reference(bs, block_size, window, page_size, device):
     width = 3000
-    # A view with a row stride of its own, as a slice of a larger pool would be.
+    # A view with its own row stride, as a slice of a larger pool.
     req_to_token = torch.randint(0, 10**6, (bs + 2, 2 * width), dtype=torch.int32, device=device)[:, :width]
     rows = torch.randperm(bs + 2, device=device)[:bs]
     seq_lens = torch.randint(1, width - block_size + 1, (bs,), device=device)
     edges = torch.tensor([1, window, window + 1, width - block_size], device=device).clamp(max=width - block_size)
     seq_lens[: len(edges)] = edges[:bs]
-    # Poisoned: nothing but the context and the block is written.
+    # Poisoned: only the context and the block may be written.
     got_rows = torch.full((bs + 2, window + page_size - 1 + block_size), -7, dtype=torch.int32, device=device)
     want_rows = got_rows.clone()
     shape = (window, page_size, block_size)
@@ -30,8 +30,7 @@ def test_matches_reference(bs, block_size, window, page_size, device):
 
 
 def test_what_a_row_holds(device):
-    """The last 5 tokens of 18, which start in the middle of a page of 4: that page's first token as well, then the
-    block."""
+    """The window of 5 tokens starts in the middle of a page of 4, so that page's first token is copied too."""
     req_to_token = torch.arange(2 * 40, dtype=torch.int32, device=device).view(2, 40)
     out = torch.full((2, 12), -7, dtype=torch.int32, device=device)
 

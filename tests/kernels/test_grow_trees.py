@@ -13,7 +13,7 @@ VOCAB = 1000
 
 
 def tables_with(candidates, rows, share):
-    """Of requests in these rows, and three more: this share of the pairs of candidates that may follow each other."""
+    """Return tables for requests in `rows` and three more, with this share of the possible pairs of candidates."""
     pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
     first, second = (tokens.flatten(1) for tokens in pairs)
     tables = torch.zeros(len(rows) + 3, TABLE_SIZE, dtype=torch.int16, device=rows.device)
@@ -22,14 +22,14 @@ def tables_with(candidates, rows, share):
 
 
 def arguments(requests, depths, k, device, is_chain=None, share=0.3):
-    """All but the trees; of the first requests the drafter is unsure, and their trees are bushes."""
+    """Return all arguments except the trees. The first requests have uncertain drafts, and so wide trees."""
     logits = torch.randn(requests, depths, k, device=device).sort(dim=-1, descending=True).values
     logits *= torch.linspace(1, 9, requests, device=device)[:, None, None]
     seq_lens = torch.randint(0, 50, (requests,), device=device)
     candidates = torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous()
     rows = torch.randperm(requests + 3, device=device)[:requests]
     return (
-        # A column of the blocks.
+        # A column of a larger tensor, as the bonus tokens of blocks are.
         torch.randint(0, VOCAB, (requests, 3), device=device)[:, 0],
         candidates,
         logits,
@@ -82,7 +82,7 @@ def test_matches_reference(requests, num_nodes, depths, k, device):
 
 @pytest.mark.parametrize("num_nodes", [16, 40])
 def test_equally_probable_paths(num_nodes, device):
-    """And some that are no less probable than their beginnings, or impossible."""
+    """Some paths are as probable as their prefixes, others are impossible."""
     args = list(arguments(4, 7, 4, device, share=0))
     args[2] = torch.randint(-2, 1, (4, 7, 4), device=device).float().sort(dim=-1, descending=True).values
     args[3] = torch.zeros(4, 7, device=device)
@@ -113,7 +113,7 @@ def test_by_hand(grow, device):
 
 @pytest.mark.parametrize("grow", [grow_trees, reference])
 def test_by_hand_with_a_text(grow, device):
-    """It has 12 before 22; of the first request, whose bonus token it has before 12, which counts for nothing."""
+    """The texts have 12 before 22. The first one also has the bonus token before 12, which must not count."""
 
     def tensor(values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype, device=device)
@@ -124,7 +124,7 @@ def test_by_hand_with_a_text(grow, device):
     bigrams = tables_of(tensor([[12, 22, 0, 0], [12, 22, 7, 12]]), tensor([2, 4]))
     args = (tensor([7, 8]), candidates, log_probs, torch.zeros(2, 2, device=device), bigrams, zeros, zeros)
     trees = grown(grow, (*args, tensor([1, 0]), slots), 7)
-    # Behind 12, 22 has 0.3 e^2 / (1 + 0.3 (e^2 - 1)) = 0.76: the paths have 0.6, 0.42, 0.4, 0.304, 0.18 and 0.096.
+    # After 12, 22 has 0.3 e^2 / (1 + 0.3 (e^2 - 1)) = 0.76: the paths have 0.6, 0.42, 0.4, 0.304, 0.18 and 0.096.
     assert trees.tokens.tolist() == [7, 11, 21, 12, 22, 22, 21, 8, 11, 21, 12, 22, 22, 21]
     assert trees.parents.tolist() == [[-1, 0, 1, 0, 3, 1, 3]] * 2
 
@@ -132,7 +132,7 @@ def test_by_hand_with_a_text(grow, device):
 @pytest.mark.parametrize("grow", [grow_trees, reference])
 @pytest.mark.parametrize(("num_nodes", "depths", "k"), [(12, 3, 3), (30, 4, 2), (30, 4, 3)])
 def test_most_probable_paths(num_nodes, depths, k, grow, device):
-    """Of all there are."""
+    """The nodes are the most probable of all paths."""
     args = arguments(3, depths, k, device)
     log_probs = args[2].double() - args[3].double()[:, :, None]
     places, tags = locate(args[1][:, :-1, :, None], args[1][:, 1:, None, :])
@@ -157,7 +157,7 @@ def test_most_probable_paths(num_nodes, depths, k, grow, device):
         ]
         paths = [()]
         for token, parent in zip(tokens[request][1:], trees.parents[request, 1:].tolist()):
-            # Taken before: it is an earlier node.
+            # The parent is an earlier node, so its path is known.
             paths.append((*paths[parent], token))
         assert paths[1:] == want
 
@@ -182,7 +182,7 @@ def test_is_a_tree(num_nodes, device):
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -1])
 def test_nan(bits, device):
-    """Whatever a broken model computes, nodes are of the tree and tokens of the vocabulary."""
+    """Nodes form a tree and tokens are in the vocabulary, even if a broken model computes NaN."""
     nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
     args = list(arguments(3, 7, 4, device))
     args[2][0, 2], args[3][1], args[3][2, 1] = nan, nan, nan

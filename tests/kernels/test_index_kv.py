@@ -11,7 +11,7 @@ from sglang_dflash.ops.reference.index_kv import index_kv as reference
 def test_matches_reference(bs, window, has_slot_map, device):
     block_size, width, num_slots = 10, 40_000, 1000
     req_to_token = torch.randint(0, num_slots, (bs + 2, 2 * width), dtype=torch.int32, device=device)[:, :width]
-    # Longer than all programs of one request list at once.
+    # One request is longer than all its programs list in one step.
     seq_lens = torch.tensor([1, 34_000, 50, 49, 51, 1023, 1014, 1, 200], device=device)[-bs:]
     slot_map = torch.randperm(num_slots, device=device) if has_slot_map else None
     args = (req_to_token, torch.randperm(bs + 2, device=device)[:bs], seq_lens, window, block_size, slot_map)

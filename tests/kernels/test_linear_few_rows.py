@@ -34,12 +34,12 @@ def test_many_gated_rows(rows, columns, depth, dtype, device):
 
 
 def compare(rows, columns, depth, is_gated, dtype, device):
-    # Rows of a wider matrix, as queries are of projections; the rest of it would be seen.
+    # A view of a wider matrix, as queries are of a projection. Reading the other columns would change the result.
     x = torch.full((rows, depth + 8), 100.0, device=device, dtype=dtype)[:, :depth]
     x.copy_(torch.randn(rows, depth))
     weight = torch.randn((1 + is_gated) * columns, depth, device=device).to(dtype) / depth**0.5
     got, want = linear_few_rows(x, weight, is_gated), reference(x, weight, is_gated)
-    # Sums in another order round to a neighbour; so do the halves of a gated layer, before they are multiplied.
+    # Sums in another order round to a neighbour. So do the halves of a gated layer, before they are multiplied.
     torch.testing.assert_close(got, want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 

@@ -13,7 +13,7 @@ def random_rows(shapes, dtype, device) -> list[torch.Tensor]:
 
 
 def random_paths(bs, num_nodes, max_len, device):
-    """Half of the nodes of a path are those of a chain."""
+    """Return paths whose first half equals a chain's, and their lengths."""
     lens = torch.randint(1, max_len + 1, (bs,), device=device)
     paths = torch.zeros(bs, max_len, dtype=torch.int64, device=device)
     for request, length in enumerate(lens.tolist()):
@@ -33,7 +33,7 @@ def random_paths(bs, num_nodes, max_len, device):
         ([(1,), (7,), (3, 5)], torch.uint8),
         ([(1, 3), (2, 7)], torch.float16),
         ([(4, 300)], torch.float32),
-        # Of one slot more than a program moves.
+        # One slot has more bytes than a program moves.
         ([(1, 576), (9, 128)], torch.bfloat16),
     ],
 )
@@ -51,7 +51,7 @@ def test_matches_reference(bs, num_nodes, max_len, shapes, dtype, is_mapped, dev
 
 
 def test_buffers_that_begin_anywhere(device):
-    """Rows that could be read 16 bytes at a time, from the first byte after some address that could."""
+    """The buffer starts one byte after an address from which 16 bytes could be read at a time."""
     memory = torch.randint(0, 127, (SLOTS * 32 + 1,), device=device).to(torch.uint8)
     got = memory[1:].view(SLOTS, 32)
     want = got.clone()
@@ -64,7 +64,7 @@ def test_buffers_that_begin_anywhere(device):
 
 @pytest.mark.parametrize("move", [move_kv, reference])
 def test_by_hand(move, device):
-    """A node may be where one behind it has to be, and what is behind the accepted ones stays."""
+    """A node may be in the slot that a later one is moved to. Slots after the accepted path keep their values."""
     buffer = torch.arange(100, dtype=torch.int32, device=device).view(100, 1)
     slots = torch.tensor([[50, 51, 52, 53, 54], [9, 7, 5, 3, 1]], device=device)
     paths = torch.tensor([[0, 2, 3, 4], [0, 1, 4, 0]], device=device)

@@ -14,7 +14,7 @@ from sglang_dflash.types import Block, DrawParameters
 def test_matches_reference(bs, block_size, padding, is_greedy, has_chains, device):
     width = 97
     req_to_token = torch.randint(0, 10**6, (bs + 2, width), dtype=torch.int32, device=device)
-    # A view with a row stride of its own, as a slice of a larger pool would be.
+    # A view with its own row stride, as a slice of a larger pool.
     req_to_token = torch.cat([req_to_token, req_to_token], dim=1)[:, :width]
     parameters = DrawParameters(
         torch.rand(bs, device=device),
@@ -34,7 +34,7 @@ def test_matches_reference(bs, block_size, padding, is_greedy, has_chains, devic
     )
     got, want = (Block.empty(bs + padding, block_size, device) for _ in range(2))
     for block in (got, want):
-        # What the last cycle left behind.
+        # Values that the last cycle left.
         for tensor in (block.seed, block.is_plain, block.is_chain, *vars(block.parameters).values()):
             tensor.fill_(77)
     prepare_block(*args, got)
@@ -57,7 +57,7 @@ def test_last_positions_of_a_row_stay_in_the_row(device):
 
 
 def test_padding_is_harmless(device):
-    """Padded requests read and write only where SGLang keeps nothing."""
+    """Padded requests read and write only slots that SGLang reserves for padding."""
     req_to_token = torch.full((3, 20), 9, dtype=torch.int32, device=device)
     block = Block.empty(2, 4, device)
     bonus, seq_lens, rows = (torch.tensor([value], device=device) for value in (7, 12, 1))

@@ -9,7 +9,7 @@ SLOTS = 200
 
 
 def random_args(tokens, q_heads, kv_heads, head_dim, dtype, is_early, device):
-    """Every argument; rows of projections are part of longer ones, and the KV is full of NaN."""
+    """Return all arguments. The projections are a view of a wider tensor, and the KV is filled with NaN."""
     width = (q_heads + 2 * kv_heads) * head_dim
     k, v = torch.full((2, SLOTS, kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
     return (
@@ -36,8 +36,8 @@ def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, is_early,
     got, want = args
     outputs = qk_norm_rope_set_kv(*got), reference(*want)
     assert all(out.is_contiguous() for side in outputs for out in side)
-    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or head is
-    # far outside of either bound.
+    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off. A wrong norm, angle or head
+    # exceeds either bound by far.
     bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-6
     for mine, theirs in zip((*outputs[0], *got[-3:-1]), (*outputs[1], *want[-3:-1]), strict=True):
         assert mine.shape == theirs.shape
@@ -48,7 +48,7 @@ def test_matches_reference(tokens, q_heads, kv_heads, head_dim, dtype, is_early,
 
 @pytest.mark.parametrize("apply", [qk_norm_rope_set_kv, reference])
 def test_queries_and_keys_have_their_own_norms_and_turn_alike(apply, device):
-    """At position 0 nothing turns; from there on, the angle between a query and a key is that between their tokens."""
+    """Position 0 has no rotation. The product of a query and a key depends on the distance of their positions."""
     q, k, v = torch.randn(3, 64, device=device)
     rows = torch.cat((q, k, v)).repeat(4, 1)
     k_buffer, v_buffer = torch.zeros(2, SLOTS, 1, 64, device=device)

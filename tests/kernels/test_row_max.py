@@ -10,7 +10,7 @@ from sglang_dflash.ops.reference.row_max import row_max as reference
     ("rows", "columns"), [(0, 10), (1, 1), (1, 4097), (3, 151936), (15, 9001), (600, 5000), (16, 2048)]
 )
 def test_matches_reference(rows, columns, dtype, device):
-    # Few different values, so that almost every row has several largest ones.
+    # Few different values, so that almost every row has several maxima.
     values = torch.randint(-20, 20, (rows, columns + 7), device=device).to(dtype)[:, :columns]
     torch.testing.assert_close(row_max(values), reference(values), rtol=0, atol=0)
 
@@ -24,7 +24,7 @@ def test_finds_every_column(column, device):
 
 
 def test_only_infinities_and_nan(device):
-    """Whatever a broken model computes, the token is one of the vocabulary."""
+    """The token is in the vocabulary, even if a broken model computes NaN or infinity."""
     values = torch.full((3, 9001), float("nan"), device=device)
     values[1] = float("-inf")
     values[2, 5000] = -3.0

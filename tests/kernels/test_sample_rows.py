@@ -13,7 +13,7 @@ ALL = 1 << 30
 
 
 def parameters_of(*requests: dict, device: str) -> DrawParameters:
-    """Of requests that give `temperature`, `top_k`, `top_p` and `min_p`, or the values that filter nothing."""
+    """Return the parameters of requests. Missing values of temperature, top_k, top_p and min_p filter nothing."""
 
     def tensor(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([request.get(name, default) for request in requests], dtype=dtype, device=device)
@@ -32,7 +32,7 @@ def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed:
     return tokens
 
 
-# --- what may be drawn ----------------------------------------------------------------------------------------------
+# --- allowed tokens -------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -42,7 +42,7 @@ def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed:
     [(1, torch.float32), (7, torch.bfloat16), (2049, torch.float16), (4097, torch.float32), (50003, torch.bfloat16)],
 )
 def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, implementation, device):
-    """Of a few likely tokens somewhere in the vocabulary, the filter takes the best three."""
+    """The vocabulary has a few likely tokens, of which the filter allows the best three."""
     generator = torch.Generator().manual_seed(columns)
     values = 0.3 * torch.randn(columns, generator=generator)
     values[torch.randperm(columns, generator=generator)[:6]] += 12
@@ -63,7 +63,7 @@ def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, i
         "top_k and min_p": {"top_k": top_k, "min_p": 1e-9},
     }[restricted]
     parameters = parameters_of(request, device=device)
-    # All rows are in one place: their stride is 0.
+    # All rows are the same memory: their stride is 0.
     logits = values.to(device).expand(35, columns)
 
     assert allowed_distribution(logits[:1], parameters)[0].nonzero()[:, 0].tolist() == allowed.tolist()
@@ -85,7 +85,7 @@ def test_greedy_rows_are_left_alone(implementation, device):
 
 @BOTH
 def test_each_request_has_its_parameters(implementation, device):
-    """An odd number of rows in strided memory; a draw from one token is no draw."""
+    """The number of rows is odd, rows are strided, and only one token is allowed."""
     logits = torch.randn(9, 5000, device=device)[:, :4500]
     parameters = parameters_of({"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-3}, device=device)
     assert draw(implementation, logits, parameters).tolist() == logits.argmax(dim=1).tolist()
@@ -102,7 +102,7 @@ def test_the_padding_of_a_row_is_never_read(implementation, device):
 
 @BOTH
 def test_infinities_and_nan(implementation, device):
-    """Whatever a broken model computes, it ends, and the token is one of the vocabulary."""
+    """Sampling ends and the token is in the vocabulary, even if a broken model computes NaN or infinity."""
     logits = torch.full((4, 5000), float("-inf"), device=device)
     logits[1] = float("nan")
     logits[2, 4321] = float("inf")
@@ -120,9 +120,9 @@ def test_no_rows(implementation, device):
     assert draw(implementation, empty, parameters_of(device=device)).tolist() == []
 
 
-# --- how often ------------------------------------------------------------------------------------------------------
+# --- frequencies ----------------------------------------------------------------------------------------------------
 
-# Triton's interpreter draws forty a second.
+# Triton's interpreter draws forty samples per second.
 NUM_DRAWS = {"cuda": 200_000, "cpu": 360}
 SETTINGS = {
     "unfiltered": {},
@@ -136,7 +136,7 @@ SETTINGS = {
     "top_k and min_p": {"temperature": 2.0, "top_k": 7, "min_p": 0.3},
     "top_p and min_p": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.2},
 }
-# Tokens 1, 8 and 4 are the fourth to the sixth of the order; four tokens would be sure to hold the mass of 0.7.
+# Tokens 1, 4 and 8 share the ranks 4 to 6. Four tokens alone would reach a mass of 0.7.
 LOGITS = [0.5, 1.0, 2.25, -3.0, 1.0, 1.75, 0.0, -1.5, 1.0, 1.25, -0.5]
 
 
@@ -155,7 +155,7 @@ def test_distribution(name, implementation, device):
 @BOTH
 @pytest.mark.parametrize("name", ["unfiltered", "top_p"])
 def test_distribution_over_a_large_vocabulary(name, implementation, device):
-    """The same tokens, far from each other, and nothing else."""
+    """Only the tokens of the small vocabulary are possible, and they are far apart."""
     launches, n = 4, NUM_DRAWS[device]
     places = torch.arange(len(LOGITS), device=device) * 1229
     logits = torch.full((int(places[-1]) + 7,), float("-inf"), device=device)
@@ -175,7 +175,7 @@ def test_ties_are_allowed_together(name, tokens, device):
 
 @BOTH
 def test_rows_and_seeds_are_independent(implementation, device):
-    """Pairs of draws, of neighbouring rows and of the same row under neighbouring seeds, are distributed as pairs."""
+    """Pairs of samples, of neighbouring rows or of neighbouring seeds, have the distribution of independent pairs."""
     n, vocab = NUM_DRAWS[device] // 2, 4
     logits = torch.zeros(vocab, device=device).expand(n, -1)
     parameters = parameters_of({"top_k": 3, "temperature": 2.0}, device=device)

@@ -7,8 +7,11 @@ from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
 
 
 def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.dtype, device: str):
-    """Rows behind the first of each block, as a drafter's are, each like k columns of groups of their own, the first
-    the most; and a weight with columns of many sizes."""
+    """Return arguments of `shortlist_top`.
+
+    x leaves out the first token of each block, as the drafter does. Each row resembles k columns in different groups,
+    the first the most. The columns of the weight have many different norms.
+    """
     sizes = torch.logspace(-0.3, 0, columns, device=device)[torch.randperm(columns, device=device)]
     weight = torch.randn(columns, depth, device=device) * sizes[:, None]
     num_groups = -(-columns // group_size(k))
@@ -44,7 +47,7 @@ def test_matches_reference(bs, rows, columns, depth, k, dtype, device):
         shortlist_top(*arguments),
         reference(*arguments),
     )
-    # Triton's interpreter truncates to bfloat16 where a GPU rounds, and so orders close ones otherwise.
+    # Triton's interpreter truncates to bfloat16 where a GPU rounds, so it orders close values differently.
     torch.testing.assert_close(logits, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
     torch.testing.assert_close(log_sums, expected_sums, rtol=0, atol=0.25 if dtype == torch.bfloat16 else 1e-3)
     if dtype == torch.float16:
@@ -62,7 +65,7 @@ def test_is_the_top(k, device):
     torch.testing.assert_close(best, logits.gather(1, columns), rtol=2**-10, atol=0)
     assert (columns == logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]).float().mean() > 0.97
     if k > 1:
-        # Of the sixteenth, those columns that were no candidates are the most.
+        # For a sixteenth of x, the columns that are no candidates dominate the sum.
         _, _, of_sixteenth = shortlist_top(x / 16, weight, *others)
         torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1), rtol=0, atol=0.02)
         torch.testing.assert_close(of_sixteenth, (logits / 16).logsumexp(dim=-1), rtol=0, atol=0.01)
@@ -81,7 +84,7 @@ def test_first_of_equal_columns(device):
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_only_infinities_and_nan(k, device):
-    """Whatever a broken model computes, the tokens are of the vocabulary."""
+    """The tokens are in the vocabulary, even if a broken model computes NaN or infinity."""
     x, weight, *others = operands(4, 1, 300, 256, k, torch.bfloat16, device)
     x[0], x[1], x[2, 0, 5], x[3] = float("nan"), float("inf"), float("nan"), 0.0
     _, columns, _ = shortlist_top(x, weight, *others)

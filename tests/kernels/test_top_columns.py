@@ -30,7 +30,7 @@ def test_a_vocabulary(device):
 
 @pytest.mark.parametrize("warps", [1, 7])
 def test_few_parts_of_many_tiles(warps, monkeypatch, device):
-    """As of more rows than an interpreter can wait for."""
+    """Parts have many tiles, as with more rows than the interpreter can process."""
     monkeypatch.setattr(kernels, "_ENOUGH_WARPS", warps)
     values = torch.randint(-99, 99, (2, 39000), device=device).bfloat16()
     assert_same(top_columns(values, 8), reference(values, 8))
@@ -39,7 +39,7 @@ def test_few_parts_of_many_tiles(warps, monkeypatch, device):
 @pytest.mark.parametrize("first", [0, 8, 1024, 2040, 4999 - 8 * 3])
 @pytest.mark.parametrize("step", [1, 3, 8])
 def test_neighbours(first, step, device):
-    """The largest values of a row are read by one thread, or by several."""
+    """One thread reads the largest values of a row, or several threads do."""
     values = torch.randn(2, 5000, device=device).bfloat16()
     want = first + step * torch.arange(4, device=device)
     values[1, want] = torch.tensor([9.0, 8.0, 8.0, 7.0], device=device).bfloat16()

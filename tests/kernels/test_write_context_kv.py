@@ -9,7 +9,7 @@ SLOTS = 200
 
 
 def buffers(layers, heads, head_dim, dtype, device) -> KVBuffers:
-    """A pool full of NaN, stored as SGLang stores it."""
+    """Return a pool filled with NaN, in SGLang's storage dtype."""
     empty = torch.full((SLOTS, heads, head_dim), float("nan"), device=device).to(dtype)
     if dtype.itemsize == 1:
         empty = empty.view(torch.uint8)
@@ -25,7 +25,7 @@ def rope_cache(positions, head_dim, device):
 
 
 def random_args(tokens, layers, heads, head_dim, dtype, device):
-    """All arguments but the buffers."""
+    """Return all arguments except the buffers."""
     return (
         torch.randn(tokens, layers, 2, heads, head_dim, device=device).to(dtype),
         torch.rand(layers, head_dim, device=device).to(dtype) + 0.5,
@@ -45,8 +45,8 @@ def test_matches_reference(tokens, layers, heads, head_dim, dtype, device):
     got, want = (buffers(layers, heads, head_dim, dtype, device) for _ in range(2))
     write_context_kv(*args, got)
     reference(*args, want)
-    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off; a wrong norm, angle or layer is
-    # far outside of either bound.
+    # bf16: Triton's interpreter truncates where a GPU rounds, so it may be an ulp off. A wrong norm, angle or layer
+    # exceeds either bound by far.
     bound = 1e-6 if dtype == torch.float32 else 2e-3 if device == "cuda" else 2**-6
     for side in ("k", "v"):
         for mine, theirs in zip(getattr(got, side), getattr(want, side), strict=True):
@@ -73,14 +73,14 @@ def test_pool_of_another_dtype(dtype, pool_dtype, device):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(got.k, want.k, strict=True):
         mine, theirs = (side.view(pool_dtype).double().nan_to_num() for side in (mine, theirs))
-        # A key that is an ulp off may be rounded to the next number of the pool's dtype, an eighth or a quarter away.
+        # A key that is an ulp off may round to the next number of the pool's dtype, an eighth or a quarter away.
         assert (mine - theirs).norm() <= 2**-4 * theirs.norm()
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_is_rounded_as_torch_rounds(dtype, pool_dtype, device):
-    """Every bfloat16 number, with the ties, the subnormals, what overflows and NaN; in float32 its neighbours too."""
+    """Round every bfloat16 number, with ties, subnormals, overflow and NaN; for float32 also its neighbours."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     if dtype == torch.float32:
         bits = values.float().view(torch.int32)
@@ -104,7 +104,7 @@ def test_values_are_copied_and_keys_rotate(device):
     one, slot = torch.ones(1, 64, device=device), torch.tensor([3], device=device)
     write_context_kv(kv, one, 0.0, cache, torch.tensor([0], device=device), slot, None, out)
     torch.testing.assert_close(out.v[0][3, 0], kv[0, 0, 1, 0], rtol=0, atol=0)
-    # Position 0 does not rotate: what is left is the norm.
+    # Position 0 has no rotation, so only the norm changes the key.
     key = kv[0, 0, 0, 0]
     torch.testing.assert_close(out.k[0][3, 0], key / key.square().mean().sqrt())
     untouched = torch.ones(SLOTS, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""A plugin for the tests: graphs verify chains by our own attention, as in place of FlashInfer's on a GPU.
+"""Test plugin: graphs verify chains with this package's attention, as on a GPU in place of FlashInfer's.
 
 `support.plugins` installs it.
 """

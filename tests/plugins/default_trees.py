@@ -1,4 +1,4 @@
-"""A plugin for the tests: a CPU verifies trees where nothing is said, as a GPU does.
+"""Test plugin: a CPU verifies trees by default, as a GPU does.
 
 `support.plugins` installs it.
 """

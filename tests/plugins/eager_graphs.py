@@ -1,9 +1,9 @@
-"""A plugin for the tests: CUDA graphs without CUDA.
+"""Test plugin: CUDA graphs without CUDA.
 
-SGLang's decode graph runner, and ours, with a backend that runs again what it was given to capture. Attention is
-prepared in each of those runs, so it needs no plan; everything else of `graphs.py` is as on a GPU, memory too: a
-replay's results are where those of the capture were, over those of the replay before, whichever graph's that was where
-graphs share memory, and no buffer of its inputs still has what the replay before was given.
+It uses SGLang's decode graph runner and ours, with a backend that runs the captured function again. Every run prepares
+attention, so attention needs no plan. Everything else of `graphs.py` works as on a GPU, memory too. The results of a
+replay are where those of the capture were, and overwrite those of the last replay of any graph that shares the memory.
+No input buffer keeps the input of the last replay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Of what the target verifies.
+# Inputs of the target's verification.
 ROWS = ("input_ids", "positions", "out_cache_loc")
 
 
 class EagerBackend:
-    """In place of `FullCudaGraphBackend`."""
+    """Replacement of `FullCudaGraphBackend`."""
 
-    # Of every graph, in whose memory others are captured.
+    # Outputs of all graphs, which share memory.
     shared: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, runner) -> None:
@@ -63,7 +63,7 @@ class EagerBackend:
             overwrite(output, forward())
         settled, new = kept.settled, self._runner._graphs[kept_as].settled
         overwrite(settled.accepted, new.accepted)
-        # Of chains, hidden states are the target's output, which has been overwritten.
+        # For chains, the hidden states are the target's output, which was overwritten above.
         if settled.hidden_states is not output.hidden_states:
             overwrite(settled, new)
         self._runner._graphs[kept_as] = kept
@@ -71,14 +71,14 @@ class EagerBackend:
 
 
 def overwrite(results, new_results) -> None:
-    """Copy every tensor among the attributes of an object from another object of the same kind."""
+    """Copy every tensor attribute of an object from another object of the same class."""
     for name, tensor in vars(results).items():
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(getattr(new_results, name))
 
 
 def spoil(block) -> None:
-    """Leave in a graph's buffers what no replay can run with."""
+    """Fill a graph's buffers with values that no replay can run with."""
     for name, value in vars(block).items():
         if not isinstance(value, torch.Tensor):
             spoil(value)
@@ -87,7 +87,7 @@ def spoil(block) -> None:
 
 
 class Event:
-    """In place of `torch.cuda.Event`."""
+    """Replacement of `torch.cuda.Event`."""
 
     def __init__(self, **options) -> None:
         self.time = 0.0
@@ -109,7 +109,7 @@ class Event:
 
 
 class Plan:
-    """A `BlockPlan` of whatever backend."""
+    """A `BlockPlan` for any backend."""
 
     needs_host_lens = False
 
@@ -124,13 +124,13 @@ class Plan:
 
 
 def spoiled(inputs):
-    """`CycleGraphRunner.inputs`, which a cycle begins with."""
+    """Wrap `CycleGraphRunner.inputs`, which a cycle begins with."""
 
     def spoiled_inputs(runner, bs: int):
         found = inputs(runner, bs)
         if found is not None:
             spoil(runner._block)
-            # Of trees, they are apart from the block's.
+            # The inputs of trees have their own buffers.
             spoil(SimpleNamespace(**{name: getattr(runner.buffers, name) for name in ROWS}))
         return found
 
@@ -158,7 +158,7 @@ def register() -> None:
     def graph_capture(stream=None):
         yield SimpleNamespace(stream=None)
 
-    # Importing SGLang's fails without a GPU.
+    # SGLang's module cannot be imported without a GPU.
     sys.modules["sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor"] = SimpleNamespace(
         weak_ref_tensor=lambda tensor: tensor
     )
@@ -179,11 +179,11 @@ def register() -> None:
     graphs.CycleGraphRunner.inputs = spoiled(graphs.CycleGraphRunner.inputs)
     # A CPU is always busy; noise must not decide which sizes are captured.
     graphs.COMPUTE_BOUND_RATIO = 0
-    # SGLang's sampler gets two requests of the tiny target at a time.
+    # SGLang's sampler takes two requests of the tiny target at a time.
     sampler.SAMPLER_BYTES = 2 * sampler.sampler_bytes(1024, 16)
-    # The cycle draws, as on a GPU.
+    # The cycle samples by itself, as on a GPU.
     sampler.BlockSampler._draws_plainly = lambda _, info: info.sampling_seed is None
-    # Of one to four blocks, as on a GPU for larger weights.
+    # For inputs of one to four blocks, as on a GPU for larger weights.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True
     packed_linear.install = lambda model: add_norm.install(model, small_m_linear.install(model) > 0)
@@ -195,12 +195,12 @@ def register() -> None:
         max_rows = runner.max_shared_logits_buffer_rows()
 
         def get_logits_buffer(vocab_size: int, rows: int) -> torch.Tensor:
-            # As many as SGLang makes: one per request.
+            # SGLang allocates one row per request.
             assert rows == max_rows
             return torch.empty(rows, vocab_size)
 
         runner.graph_shared_output = SimpleNamespace(get_logits_buffer=get_logits_buffer)
-        # On a GPU asked for before any graph is captured.
+        # On a GPU it is asked before any graph is captured.
         assert runner.decode_graph_gather_requirements() == (False, False)
         runner.decode_cuda_graph_runner = runner._decode_cuda_graph_runner_cls()(runner)
         init_cuda_graphs(worker)

@@ -1,4 +1,4 @@
-"""A plugin for the tests: the log says whenever ranks gather each other's verification logits.
+"""Test plugin: log whenever ranks gather each other's verification logits.
 
 `support.plugins` installs it.
 """

@@ -1,7 +1,7 @@
-"""A plugin for the tests: runs every replayed cycle again without graphs, and writes down how far the two are apart.
+"""Test plugin: run every replayed cycle again without graphs, and record how much the two differ.
 
-`support.plugins` installs it. Running a forward again writes the
-same KV to the same slots; only what the replay has appended to the drafter's context must be appended once more.
+`support.plugins` installs it. Running a forward again writes the same KV to the same slots. Only the drafter's context
+must be appended once more.
 """
 
 import json
@@ -35,7 +35,7 @@ def register():
     own_attention = {}
 
     def remember_attention(worker):
-        # Graphs may verify by another.
+        # Graphs may verify with another backend.
         own_attention[worker] = worker.target_worker.model_runner.attn_backend
         init_cuda_graphs(worker)
 
@@ -52,7 +52,7 @@ def register():
         block = graphs.inputs(forward_batch.batch_size).block
         backend = worker.draft_model_runner.attn_backend
         eagerly = _Eager(backend, False, worker._verify)
-        # The block's tokens are in the memory of the batch's, and so are the drafts.
+        # The drafts are in the memory of the block's tokens.
         drafted_again = cycle._draft(forward_batch, replace(block, input_ids=begun), eagerly).view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 

@@ -1,9 +1,10 @@
-"""A plugin for the tests: drafts that are the target's own text with errors, for requests whose text is known.
+"""Test plugin: for requests whose text is known, drafts are the target's own text with errors.
 
-`KNOWN_TEXT` names a JSON file that may change while the server runs: `texts`, token by token, each of which goes on
-from a request's prompt; `fault`, what the server leaves out to show that a test would notice; and `record`, a folder
-for the states after every cycle. Drafts of other requests are wrong. To `--speculative-adaptive` four rows of a request
-are the best, whatever this machine is busy with. `support.plugins` installs it.
+`support.plugins` installs it. `KNOWN_TEXT` names a JSON file, which may change while the server runs:
+    texts: token lists, each of which continues a request's prompt. Drafts of other requests are wrong.
+    fault: the step that the server leaves out, to show that a test would notice; or null.
+    record: folder for the states after every cycle; or null.
+`--speculative-adaptive` sees costs for which a draft length of 4 is best, whatever this machine is doing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VOCAB_SIZE = 1024
 
 
 class KnownText:
-    """The tokens to draft at every position of every request, in rows like those of `req_to_token`."""
+    """Tokens to draft at every position of every request, in rows like those of `req_to_token`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._time = path, None
@@ -36,7 +37,7 @@ class KnownText:
             self.record = content["record"] and Path(content["record"])
 
     def begin(self, req) -> None:
-        """A request is about to be prefilled."""
+        """Set the tokens of a request that is about to be prefilled."""
         prompt = list(req.origin_input_ids)
         text = next((text for text in self.texts if text[: len(prompt)] == prompt), [])
         row = self.table[req.kv.req_pool_idx]
@@ -44,20 +45,21 @@ class KnownText:
         row[: len(text)] = torch.tensor(text, dtype=torch.int64, device=row.device)[: len(row)]
 
     def write(self, rows: torch.Tensor, batch) -> None:
-        """rows [bs, W] int64: all but the first token of each are replaced."""
+        """Replace all but the first token of each row: rows [bs, W] int64."""
         if rows.shape[1] == 1:
             return
         positions = batch.positions.view_as(rows).clamp(max=self.table.shape[1] - 1)
         known = self.table[batch.req_pool_indices[:, None], positions]
         columns = torch.arange(rows.shape[1], device=rows.device)
-        # Of three blocks one is wrong in one place, one is right, and one is wrong in every place; all places occur.
+        # In turn, a block has one wrong draft, no wrong draft, and only wrong drafts. The wrong one is at every
+        # position.
         kind, place = batch.seq_lens % 3, 1 + batch.seq_lens // 3 % (rows.shape[1] - 1)
         wrong = (known < 0) | ((kind == 0)[:, None] & (columns == place[:, None])) | (kind == 2)[:, None]
         drafts = torch.where(wrong, (known + 1) % VOCAB_SIZE, known)
         rows[:, 1:] = drafts[:, 1:]
 
     def save(self, states, slots: torch.Tensor, reqs: list, lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
-        """The states of a batch after a cycle, `lens` tokens long."""
+        """Save the states of a batch after a cycle. `lens`: tokens of each request."""
         content = {
             "prompts": [len(req.origin_input_ids) for req in reqs],
             "lens": lens.tolist(),
@@ -87,7 +89,7 @@ def register() -> None:
         fault = known.fault
         known.read()
         if known.fault not in (None, fault):
-            # What an earlier test has left in a slot may be right by chance.
+            # States that an earlier test has left in a slot could be right by chance.
             states = worker.req_to_token_pool.mamba_pool.mamba_cache
             states.temporal.zero_()
             states.conv[0].zero_()

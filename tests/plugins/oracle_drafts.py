@@ -1,10 +1,10 @@
-"""A plugin for the tests: dummy weights that write text of some variety, and drafts that are the target's own text.
+"""Test plugin: dummy weights that write varied text, and drafts that are the target's own text.
 
-With these, a target of any class shows whether every row of its verification is right, without a trained drafter.
-`support.plugins` installs it. `ORACLE_DRAFTS` names a
-JSON file: a list of `{"input_ids", "output_ids"}` of requests that are to be drafted for, wrong drafts included;
-without it, only the weights are here. `ORACLE_CANDIDATES` names a JSON file too, of a server that verifies trees: the
-logits of the candidates at each depth, the largest first. The token to draft at position p is the (p % RANKS)-th.
+They show whether every token of a target's verification is right, for any class and without a trained drafter.
+`support.plugins` installs it. `ORACLE_DRAFTS` names a JSON file: a list of `{"input_ids", "output_ids"}` of requests
+to draft for, wrong drafts included. Without it, only the weights are replaced. `ORACLE_CANDIDATES` names a JSON file
+for servers that verify trees: the logits of the candidates per depth, in descending order. The token to draft at
+position p has rank p % RANKS.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ VOCAB_SIZE = 512
 
 @torch.no_grad()
 def initialize(model: torch.nn.Module, *unused, **unused_too) -> None:
-    """In place of SGLang's `initialize_dummy_weights`, whose logits are all about zero.
+    """Replace SGLang's `initialize_dummy_weights`, whose logits are all about zero.
 
-    Sharp attention makes keys matter, and keeps the text from repeating itself. Experts add little: where two are about
-    equally good, rounding chooses between them.
+    Sharp attention makes keys matter, and keeps the text from repeating. Experts add little, because rounding chooses
+    between two of about equal score.
     """
     for name, weight in model.state_dict().items():
         if not weight.is_floating_point():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if weight.numel() == 1 or "norm" in name or "scal" in name:
-            # Those of queries and keys are large.
+            # Norms of queries and keys are large.
             values = torch.full(weight.shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0)
         elif "correction_bias" in name:
             values = torch.zeros(weight.shape)
@@ -46,7 +46,7 @@ def initialize(model: torch.nn.Module, *unused, **unused_too) -> None:
 
 def _scale(model: torch.nn.Module, name: str, shape: torch.Size) -> float:
     if "embed_tokens" in name:
-        # Gemma multiplies by the root of the size.
+        # Gemma multiplies embeddings by the root of the hidden size.
         return shape[-1] ** -0.5 if type(model).__name__.startswith("Gemma") else 1.0
     factor = 1.0
     if "lm_head" in name:
@@ -59,11 +59,11 @@ def _scale(model: torch.nn.Module, name: str, shape: torch.Size) -> float:
 
 
 class Drafts:
-    """The tokens to draft at every position of every request, in rows like those of `req_to_token`.
+    """Tokens to draft at every position of every request, in rows like those of `req_to_token`.
 
     Args:
-        requests: as `ORACLE_DRAFTS` has them.
-        logits: [W - 1, k], as `ORACLE_CANDIDATES` has them, of a server that verifies trees.
+        requests: content of `ORACLE_DRAFTS`.
+        logits: [W - 1, K]. Content of `ORACLE_CANDIDATES`, for servers that verify trees.
     """
 
     def __init__(self, requests: list[dict], logits: list[list[float]] | None) -> None:
@@ -73,28 +73,28 @@ class Drafts:
 
     def allocate(self, req_to_token: torch.Tensor) -> None:
         self.table = torch.zeros_like(req_to_token, dtype=torch.int64)
-        # Not later, as graphs that are captured cannot copy from the CPU.
+        # Copied now, because graph capture cannot copy from the CPU.
         if self._logits is not None:
             self._logits = self._logits.to(req_to_token.device)
 
     def begin(self, req) -> None:
-        """A request is about to be prefilled."""
+        """Set the tokens of a request that is about to be prefilled."""
         text = self._texts.get(tuple(req.origin_input_ids))
         if text is not None:
             self.table[req.kv.req_pool_idx, : len(text)] = torch.tensor(text, device=self.table.device)
 
     def at(self, batch) -> torch.Tensor:
-        """[bs, W - 1] int64, of a batch of blocks, without the first token of each."""
+        """Return the tokens of a batch of blocks without the first of each: [bs, W - 1] int64."""
         positions = batch.positions.view(len(batch.req_pool_indices), -1)[:, 1:].clamp(max=self.table.shape[1] - 1)
         return self.table[batch.req_pool_indices[:, None], positions]
 
     def write(self, rows: torch.Tensor, batch) -> torch.Tensor:
-        """rows [bs, W] int64: all but the first token of each are replaced."""
+        """Replace all but the first token of each row: rows [bs, W] int64."""
         rows[:, 1:] = self.at(batch)
         return rows
 
     def candidates(self, block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `DraftHead.candidates`. None but the token to draft is less than 2 away from it."""
+        """Return candidates as `DraftHead.candidates` does. Other candidates differ from the draft by at least 2."""
         tokens = self.at(block)[:, :, None]
         bs, depths, k = *tokens.shape[:2], self._logits.shape[1]
         ranks = torch.arange(k, device=tokens.device)
@@ -105,8 +105,11 @@ class Drafts:
 
 
 def keep_whole_windows() -> None:
-    """SGLang's plain decoding on Triton leaves out the farthest key of a window, which prompts, blocks and other
-    backends see: it counts the query's own among those before it (`update_sliding_window_buffer`)."""
+    """Make SGLang's plain decoding on Triton see whole windows.
+
+    It leaves out the farthest key of a window, which prompts, blocks and other backends see. The cause is that it
+    counts the query's own key among those before it (`update_sliding_window_buffer`).
+    """
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.runtime_context import get_spec
 
@@ -114,7 +117,7 @@ def keep_whole_windows() -> None:
 
     def with_whole_windows(backend, *args, **kwargs):
         init(backend, *args, **kwargs)
-        # Of prompts, masks leave out what is beyond a layer's window.
+        # In prompts, masks hide the keys past a layer's window.
         if get_spec().speculative_algorithm is None and (backend.sliding_window_size or 0) > 0:
             backend.sliding_window_size += 1
 

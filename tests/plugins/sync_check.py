@@ -1,6 +1,6 @@
-"""A plugin for the tests: a decode cycle in which the host waits for the GPU ends the server; it records the others.
+"""Test plugin: a decode cycle in which the host waits for the GPU ends the server; other cycles are recorded.
 
-`support.plugins` installs it. Only the worker's step is checked: the scheduler has to wait for results.
+`support.plugins` installs it. Only the worker's step is checked, because the scheduler has to wait for results.
 """
 
 import functools
@@ -11,12 +11,12 @@ import os
 import torch
 
 RECORDS = os.environ.get("SYNC_CHECK_RECORDS")
-# Cycles that may still set something up.
+# Cycles that may still initialise something.
 WARM_UP = 8
 
 
 def is_noticed(tensor: torch.Tensor) -> bool:
-    """Whether a wait would end the server here."""
+    """Return whether a wait would raise an error here."""
     try:
         tensor.sum().item()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""A plugin for the tests: the cycles of a batch size take every width in turn, and each is recorded.
+"""Test plugin: the cycles of a batch size take every draft length in turn, and each cycle is recorded.
 
 `support.plugins` installs it.
 """

@@ -1,13 +1,15 @@
-"""Run blocks of drafter queries through an attention backend of SGLang, and write how far off every mask is.
+"""Run blocks of drafter queries through an attention backend of SGLang, and write the error of every mask.
 
-A program of its own, since SGLang keeps state per process.
+It is a program because SGLang keeps state per process.
 usage: masks.py BACKEND DTYPE PAGE_SIZE HEADS KV_HEADS HEAD_DIM OUTPUT
 
-OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Masks that begin with `refused: ` are not
-served on this backend; those that begin with `in-tree: ` are drawn without this package's hook. Layers of masks that
-begin with `own pool: ` have KV slots of their own where they slide, as a target's may. All but the former two are there
-a second time, beginning with `replayed: `, drawn in a CUDA graph; on a CPU by the calls that a graph would have in it,
-and under Triton's interpreter only those of two pools. Without a GPU fa3 is SGLang's backend over `fa3_stand_in`.
+OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Prefixes of masks:
+    refused: this package does not serve the mask on this backend.
+    in-tree: computed without this package's hook.
+    own pool: sliding layers have their own KV slots, as a target's may.
+    replayed: computed in a CUDA graph; on a CPU, by the calls that a graph would record.
+Every mask but those of the first two prefixes is also replayed. Under Triton's interpreter only those of two pools are.
+Without a GPU, fa3 is SGLang's backend over `fa3_stand_in`.
 """
 
 import json
@@ -23,17 +25,17 @@ from support.attention_reference import dense_attention
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 BLOCK_SIZE = 16
-# Shorter than the block; no multiple of a page.
+# Shorter than the block; not a multiple of a page.
 WINDOWS = [8, 50]
-# Shorter than the second window, equal to it, one longer, far longer.
+# Shorter than the second window, equal to it, one longer, much longer.
 CONTEXT_LENS = [1, 49, 50, 51, 200, 16]
-# Of the target. The block of the longest request ends behind it, beyond the last page of 1, 16 or 64 tokens too: so do
-# blocks that are drafted before the scheduler knows that the request has ended.
+# The target's. The block of the longest request ends after it, also past the last page of 1, 16 or 64 tokens. Blocks
+# that are drafted before the scheduler knows that their request has ended do so too.
 CONTEXT_LIMIT = 192
 
 
 def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads: int, head_dim: int):
-    """SGLang's own, of a target with dummy weights and this geometry."""
+    """Return SGLang's model runner for a target with dummy weights and this geometry."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -68,13 +70,13 @@ def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads:
         server_args=server_args,
     )
     runner.alloc_memory_pool()
-    # Backends read from the runner which of them it has.
+    # Backends ask the runner which backends it has.
     runner.init_attention_backends()
     return runner
 
 
 class Graph:
-    """A CUDA graph; on a CPU, the function that it would have recorded."""
+    """CUDA graph; on a CPU, the function that it would record."""
 
     def __init__(self, device: str) -> None:
         self._graph = torch.cuda.CUDAGraph() if device == "cuda" else None
@@ -106,7 +108,7 @@ class Graph:
 
 
 class Blocks:
-    """A batch of requests with context KV in scattered pages, and a block's queries, keys and values after it."""
+    """A batch of requests with context KV in scattered pages, and queries, keys and values of a block after it."""
 
     def __init__(self, runner, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -115,7 +117,7 @@ class Blocks:
             return torch.randn(*shape, generator=generator).to(runner.device, runner.dtype)
 
         self.runner, self.heads, self.kv_heads, self.head_dim = runner, heads, kv_heads, head_dim
-        # Short queries weigh all keys alike, so one key too many or too few shows.
+        # Small queries weigh all keys alike, so that one key too many or too few changes the output.
         self.queries = [0.2 * randn(BLOCK_SIZE, heads, head_dim) for _ in CONTEXT_LENS]
         self.keys = [randn(length + BLOCK_SIZE, kv_heads, head_dim) for length in CONTEXT_LENS]
         self.values = [randn(length + BLOCK_SIZE, kv_heads, head_dim) for length in CONTEXT_LENS]
@@ -144,7 +146,7 @@ class Blocks:
         )
 
     def inputs(self) -> list[torch.Tensor]:
-        """Queries, keys and values of the blocks, as a drafter layer hands them to its backend."""
+        """Return queries, keys and values of the blocks as a drafter layer passes them to its backend."""
         keys, values = (torch.cat([x[-BLOCK_SIZE:] for x in each]) for each in (self.keys, self.values))
         return [torch.cat(self.queries).flatten(1), keys, values]
 
@@ -155,7 +157,7 @@ class Blocks:
 
         device, lens = self.runner.device, torch.tensor(CONTEXT_LENS)
         positions = torch.cat([torch.arange(length, length + BLOCK_SIZE) for length in CONTEXT_LENS])
-        # As the worker fills it in: lengths on the CPU count the block.
+        # As the worker fills it in: lengths on the CPU include the block.
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(lens),
@@ -172,7 +174,7 @@ class Blocks:
         return batch
 
     def part_pools(self) -> None:
-        """Give sliding layers a pool of their own, where a page is somewhere else."""
+        """Give sliding layers their own pool, with pages in another order."""
         from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
         flat = self.runner.token_to_kv_pool
@@ -198,7 +200,7 @@ class Blocks:
         pool = self.runner.token_to_kv_pool
         for layer_id in {0, self.sliding_layer_id}:
             buffers = pool.get_kv_buffer(layer_id)
-            # Whoever reads beyond a request's keys, or leaves a block's unwritten, shall not get away with it.
+            # Reading past a request's keys, or leaving a block's keys unwritten, must change the output.
             for buffer in buffers:
                 buffer.fill_(100.0)
             for slots, *contexts in zip(self.slots, self.keys, self.values):
@@ -207,17 +209,17 @@ class Blocks:
                     buffer[slots[:-BLOCK_SIZE]] = context[:-BLOCK_SIZE]
 
     def attend(self, backend, window: int | None, causal: bool) -> float:
-        """The error of a layer's output without a graph."""
+        """Return the error of a layer's output without a graph."""
         self.fill_pool()
         batch = self.batch()
         backend.init_forward_metadata(batch)
         return self.error(backend.forward(*self.inputs(), self.layer(window, causal), batch), window, causal)
 
     def replay(self, backend, masks: list[tuple[int | None, bool]]) -> list[float]:
-        """The errors of layers with these masks that are in one CUDA graph, captured as `CycleGraphRunner` does it.
+        """Return the errors of layers with these masks in one CUDA graph, captured as `CycleGraphRunner` does.
 
-        There are two layers of each mask, as layers share what they can. The graph is captured for requests in padding
-        with one token each, and this batch comes into its buffers later.
+        There are two layers of each mask, because layers share what they can. The graph is captured for requests of one
+        token in padding. Then this batch is copied into its buffers.
         """
         from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
@@ -240,7 +242,7 @@ class Blocks:
         layers = [self.layer(*mask) for mask in masks] * 2
         plan = block_plan(backend, BLOCK_SIZE)
         backend.init_cuda_graph_state(batch.batch_size, len(batch.positions))
-        # So is every plan of a drafter: nothing is prepared before a replay.
+        # A drafter's plan must prepare nothing on the host before a replay.
         assert not plan.needs_host_lens
 
         @shared_schedules()
@@ -262,9 +264,10 @@ class Blocks:
         return [max(both) for both in zip(errors[: len(masks)], errors[len(masks) :])]
 
     def error(self, output: torch.Tensor, window: int | None, causal: bool) -> float:
-        """The largest difference of an output to the reference, relative to the largest of its row and head.
+        """Return the largest error of an output, relative to the largest expected value of its token and head.
 
-        Outputs of a row that sees few keys are large, and so is their rounding; a key more or less moves them further.
+        A token that sees few keys has large outputs and large rounding errors, but one key more or less changes them
+        more.
         """
         expected = torch.cat(
             [
@@ -274,7 +277,7 @@ class Blocks:
         )
         difference = (output.view_as(expected).double() - expected).abs()
         relative = difference.amax(-1) / expected.abs().amax(-1)
-        # No comparison finds NaN large.
+        # NaN must count as an error, but no comparison with NaN is true.
         return float(relative.nan_to_num(torch.inf).max())
 
 
@@ -285,7 +288,7 @@ def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> 
     if on_cpu:
         from support import fa3_stand_in
 
-        # All plans are about it, or are not.
+        # Installed for every backend, so that all plans see the same FA3.
         fa3_stand_in.install()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -299,7 +302,7 @@ def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> 
         for mask, layer in masks.items():
             errors[prefix + mask] = blocks.attend(backend, *layer)
         if on_cpu and name == "triton" and not prefix:
-            # Its interpreter takes minutes.
+            # The interpreter takes minutes.
             return
         served = {mask: layer for mask, layer in masks.items() if not mask.startswith("refused: ")}
         replayed = blocks.replay(ATTENTION_BACKENDS[name](runner), list(served.values()))

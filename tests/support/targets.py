@@ -1,5 +1,7 @@
-"""Small targets of every class that this package serves, without weights: configs, a drafter's that fits them, and
-requests whose drafts are the target's own continuation with errors (`tests/plugins/oracle_drafts.py`)."""
+"""Small targets of every class that this package serves: configs without weights, a drafter's config, and requests.
+
+Drafts are the target's own continuation with errors (`tests/plugins/oracle_drafts.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ BLOCK_SIZE = 16
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
 WINDOW = 48
 NUM_REQUESTS, NEW_TOKENS = 8, 160
-# Of trees: at each depth, and those of them that the right one is among (`oracle_drafts.RANKS`).
+# Candidates per depth of a tree, and ranks that the right token takes in turn (`oracle_drafts.RANKS`).
 NUM_CANDIDATES, NUM_RANKS = 8, 3
-# Of the drafts, those that are wrong.
+# Share of drafts that are wrong.
 ERROR_RATE = 0.1
 
 _COMMON = {
@@ -48,7 +50,7 @@ _MLA = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "q_lora_rank": 128,
-    # The smaller of the two widths that Triton's kernels have for latent attention: it has room in float32 too.
+    # The smaller of two widths for which Triton has kernels of latent attention. It fits in float32 too.
     "kv_lora_rank": 256,
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 128,
@@ -75,9 +77,9 @@ class Target:
 
     Attributes:
         config: of the checkpoint.
-        has_experts: two experts that are about equally good change places when a number rounds otherwise.
-        backends: attention backends that SGLang has for it in bf16 on a Hopper GPU, besides triton.
-        engine: arguments of `sglang.Engine` that it needs.
+        has_experts: rounding can exchange two experts of about equal score.
+        backends: SGLang's attention backends for the class in bf16 on a Hopper GPU, besides triton.
+        engine: arguments of `sglang.Engine` that the class needs.
     """
 
     config: dict
@@ -135,7 +137,7 @@ TARGETS = {
         | {
             "architectures": ["Glm4MoeLiteForCausalLM"],
             "model_type": "glm4_moe_lite",
-            # Another name of qk_rope_head_dim there.
+            # Here it means qk_rope_head_dim.
             "head_dim": 32,
             "mlp_layer_types": ["dense"] + ["sparse"] * (NUM_LAYERS - 1),
         },
@@ -150,7 +152,7 @@ TARGETS = {
             "hidden_activation": "gelu_pytorch_tanh",
             "layer_types": _LAYER_TYPES,
             "sliding_window": WINDOW,
-            # Full layers of another head_dim are for the multimodal config, whose towers are not wanted here.
+            # Full layers with another head_dim need the multimodal config, whose towers are not wanted here.
             "per_layer_config": None,
             "v_head_dim": 64,
             "swa_num_key_value_heads": 2,
@@ -191,7 +193,7 @@ TARGETS = {
         engine={"enable_multimodal": False},
     ),
 }
-# As those of Qwen3 checkpoints that z-lab trains.
+# As in Qwen3 checkpoints trained by z-lab.
 DRAFTER = _COMMON | {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -207,18 +209,18 @@ DRAFTER = _COMMON | {
 
 
 def write_pair(folder: Path, name: str, dtype: str) -> dict:
-    """Write configs of a target and a drafter; arguments of an Engine without speculation."""
+    """Write configs of a target and a drafter. Return arguments of an Engine without speculation."""
     target = TARGETS[name]
     for part, config in (("target", target.config), ("drafter", DRAFTER)):
         (folder / part).mkdir(parents=True, exist_ok=True)
-        # gpt-oss takes some weights' dtype from here.
+        # gpt-oss takes the dtype of some weights from here.
         (folder / part / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
     paths = {"model_path": str(folder / "target"), "load_format": "dummy", "skip_tokenizer_init": True}
     return paths | {"dtype": dtype} | target.engine
 
 
 def dflash(folder: Path, num_nodes: int | None = None) -> dict:
-    """What an Engine with DFLASH has more; `num_nodes` is of trees."""
+    """Return the additional arguments of an Engine with DFLASH. `num_nodes` is for trees; None for chains."""
     flags = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(folder / "drafter"),
@@ -230,7 +232,7 @@ def dflash(folder: Path, num_nodes: int | None = None) -> dict:
 
 
 def requests() -> list[dict]:
-    """Arguments of one request each: prompts of 5 to 200 tokens, and answers that do not all end at once."""
+    """Return arguments of requests: prompts of 5 to 200 tokens, and answers that do not all end at once."""
     draw = random.Random(0)
     return [
         {
@@ -242,29 +244,31 @@ def requests() -> list[dict]:
 
 
 def drafts(prompt: list[int], answer: list[int]) -> list[int]:
-    """What is drafted for an answer: the same tokens, one in ten of them wrong."""
+    """Return the drafts for an answer: the same tokens, one in ten of them wrong."""
     draw = random.Random(len(prompt))
     return [token ^ 1 if draw.random() < ERROR_RATE else token for token in answer]
 
 
 def candidate_logits() -> list[list[float]]:
-    """Of the candidates of a tree, [depth][rank]. No two sums of them are equal."""
+    """Return the logits of a tree's candidates, [depth][rank]. No two sums of them are equal."""
     return [
         [-rank * (1 + 0.1 * (0.618 * depth % 1)) for rank in range(NUM_CANDIDATES)] for depth in range(BLOCK_SIZE - 1)
     ]
 
 
 def candidates(token: int, position: int) -> list[int]:
-    """Of a tree: the token to draft, and others; as `oracle_drafts.Drafts.candidates` has them."""
+    """Return the candidates of a position, as `oracle_drafts.Drafts.candidates` does: the draft, and others."""
     own = position % NUM_RANKS
     return [token if rank == own else (token + 2 + rank) % VOCAB_SIZE for rank in range(NUM_CANDIDATES)]
 
 
 def grown_tree(text: list[int], drafted: list[int], num_nodes: int) -> Tree:
-    """What is verified behind a text.
+    """Return the tree that is verified after a text.
 
     Args:
-        drafted: from there on; nothing is, behind its end, but token 0.
+        text: tokens with the bonus token.
+        drafted: the drafts after it. Past their end the draft is token 0.
+        num_nodes: of the tree.
     """
     rows = torch.tensor(candidate_logits()).log_softmax(dim=-1)
     log_probs = torch.full((len(rows), VOCAB_SIZE), -torch.inf)
@@ -275,8 +279,10 @@ def grown_tree(text: list[int], drafted: list[int], num_nodes: int) -> Tree:
 
 
 def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], num_nodes: int | None = None) -> int:
-    """Cycles of a request whose answer is `answer`: each ends with the token behind the last draft that is right, and
-    that a tree has."""
+    """Return the number of cycles of a request whose answer is `answer`.
+
+    Each cycle ends with the token after the last draft that is right and, for trees, a node.
+    """
     written, cycles = 1, 0
     while written < len(answer):
         if num_nodes is None:
@@ -293,11 +299,14 @@ def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], nu
 def generate(
     folder, name: str, dtype: str, flags: dict, env: dict, num_nodes: int | None = None
 ) -> list[tuple[dict, dict, int]]:
-    """Each answer without speculation, with DFLASH, and the cycles that it should have taken with what was drafted.
+    """Return each answer without speculation, the one with DFLASH, and the cycles that its drafts should have taken.
 
     Args:
-        folder: where the answers without speculation stay, for the next call with the same other arguments.
-        num_nodes: of trees; None: chains are verified.
+        folder: keeps the answers without speculation for the next call with the same other arguments.
+        name, dtype: of the target.
+        flags: more arguments of the Engine.
+        env: environment variables.
+        num_nodes: of trees; None to verify chains.
     """
     engine = write_pair(folder, name, dtype) | flags
     env = env | {"PYTHONPATH": python_path("oracle_drafts")}
@@ -339,8 +348,8 @@ def report(name: str, answers: list[tuple[dict, dict, int]]) -> None:
 
 
 def assert_exact(answers: list[tuple[dict, dict, int]]) -> None:
-    """Every answer is the one without speculation, in as many cycles as the wrong drafts make."""
-    # Texts that repeat themselves would hide what attention sees.
+    """Check that every answer equals the one without speculation, and takes the expected number of cycles."""
+    # Texts that repeat would not depend on what attention sees.
     assert sum(len(set(plain["output_ids"])) > 20 for plain, _, _ in answers) >= NUM_REQUESTS / 2
     for plain, got, cycles in answers:
         assert got["output_ids"] == plain["output_ids"]
