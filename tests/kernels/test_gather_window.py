@@ -29,7 +29,7 @@ def test_matches_reference(bs, block_size, window, page_size, device):
     assert torch.equal(got_rows, want_rows)
 
 
-def test_what_a_row_holds(device):
+def test_window_that_starts_inside_a_page(device):
     """The window of 5 tokens starts in the middle of a page of 4, so that page's first token is copied too."""
     req_to_token = torch.arange(2 * 40, dtype=torch.int32, device=device).view(2, 40)
     out = torch.full((2, 12), -7, dtype=torch.int32, device=device)

@@ -47,6 +47,6 @@ def compare(rows, columns, depth, is_gated, dtype, device):
     ("rows", "columns", "depth", "is_gated"),
     [(65, 64, 64, False), (129, 192, 64, True), (65, 128, 64, True), (65, 192, 32, True)],
 )
-def test_what_no_tile_holds(rows, columns, depth, is_gated, device):
+def test_unsupported_shapes_are_refused(rows, columns, depth, is_gated, device):
     with pytest.raises(AssertionError):
         linear_few_rows(torch.zeros(rows, depth, device=device), torch.zeros(columns, depth, device=device), is_gated)

@@ -1,4 +1,4 @@
-"""A long prompt is appended to the drafter's context in chunks; `tests/gpu/test_prefill_memory.py` says what for."""
+"""A long prompt is appended to the drafter's context in chunks; tests/gpu/test_prefill_memory.py says why."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "append_prompt.py"
 def test_chunks_are_the_whole(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["small-dflash"]))
     output = tmp_path / "result.json"
-    # The last chunk is a part of one.
+    # The last chunk is shorter than the others.
     command = [sys.executable, SCRIPT, tmp_path, "float32", "9000", output]
     run = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]

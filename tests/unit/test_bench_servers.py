@@ -1,4 +1,4 @@
-"""scripts/bench_sweep.py --measure serving: how servers start, what bench_serving asks, and what is kept of it."""
+"""scripts/bench_sweep.py --measure serving: start of servers, requests of bench_serving, and the figures kept."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def write(path, *rows) -> str:
 
 @pytest.fixture
 def files(tmp_path) -> dict[str, str]:
-    """A dataset of every format that bench_serving reads, and one that it does not: each of two requests."""
+    """Return datasets of two requests in every format that bench_serving reads, and in one that it does not."""
     conversations = [
         {
             "conversations": [
@@ -85,7 +85,7 @@ def serving_workload(*flags: str) -> Workload:
 
 
 def asked(flags: list[str]) -> list:
-    """The requests that bench_serving makes of these flags."""
+    """Return the requests that bench_serving makes of these flags."""
     parser = argparse.ArgumentParser()
     for flag in ("num-prompts", "sharegpt-output-len", "sharegpt-context-len", "random-input-len", "random-output-len"):
         parser.add_argument(f"--{flag}", type=int)
@@ -151,7 +151,7 @@ def test_client_flags(files, tmp_path):
     for part in ("--backend sglang ", "--num-prompts 2", "--max-concurrency 2", "--request-rate 1.5", "--flush-cache"):
         assert part in text
     assert "--warmup-requests 2" in text
-    # Real weights end their answers; of random tokens, or by random weights, no end means anything.
+    # Only answers of real weights to text may end early.
     assert "--disable-ignore-eos" in text
     assert "--disable-ignore-eos" not in flags(Load(0, 2), True, "--datasets", files["sharegpt"])
     assert "--disable-ignore-eos" not in flags(Load(0, 2), False, "--datasets", "random-ids")
@@ -208,7 +208,7 @@ def test_servers_have_room_for_their_clients():
 
 @pytest.mark.parametrize("measure", ["requests", "decode", "serving"])
 def test_arguments_are_those_of_sglang(measure):
-    """Of engines and, as flags, of servers."""
+    """Arguments of engines exist in SGLang, and so do the flags of servers."""
     lengths = (
         "--draft-windows",
         "4096",

@@ -1,4 +1,4 @@
-"""scripts/bench_sweep.py: datasets, which engines take turns, what is aggregated, and what a resumed sweep skips."""
+"""scripts/bench_sweep.py: datasets, engines that take turns, statistics, and what a resumed sweep skips."""
 
 import json
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_compared_engines_live_together():
     assert [len(group) for group in plan(*two_backends, "--together", "1")] == [1] * 6
 
 
-def test_small_engines_live_beside_large_ones():
+def test_small_engines_share_a_gpu_with_large_ones():
     groups = plan("--pairs", "qwen3-8b", "small", "--backends", "fa3", "flashinfer", "triton")
 
     assert [len(group) for group in groups] == [11, 3, 2, 2]
@@ -217,7 +217,7 @@ def test_bad_flags(flags, message):
 
 @pytest.mark.parametrize("flag", ["--concurrency", "--requests", "--repeats", "--request-rates", "--draft-windows"])
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
-def test_what_is_not_a_number_above_zero_is_refused(flag, value, capsys):
+def test_numbers_must_be_positive(flag, value, capsys):
     with pytest.raises(SystemExit):
         bench_sweep.parse([f"{flag}={value}"])
 
@@ -225,7 +225,7 @@ def test_what_is_not_a_number_above_zero_is_refused(flag, value, capsys):
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "warm"])
-def test_what_is_no_temperature_is_refused(value, capsys):
+def test_temperatures_must_be_finite_and_not_negative(value, capsys):
     with pytest.raises(SystemExit):
         bench_sweep.parse([f"--temperatures={value}"])
 
@@ -234,7 +234,7 @@ def test_what_is_no_temperature_is_refused(value, capsys):
 
 @pytest.mark.parametrize("flag", ["--engine-arguments", "--chat-arguments"])
 @pytest.mark.parametrize("value", ["{", "[1]", "4"])
-def test_what_is_no_object_is_refused(flag, value, capsys):
+def test_json_must_be_an_object(flag, value, capsys):
     with pytest.raises(SystemExit):
         bench_sweep.parse([f"{flag}={value}"])
 
@@ -258,7 +258,7 @@ def test_summary_of_answers():
     answers = [
         Answer(sent=0.0, first=1.0, last=3.0, cycles=2, output_ids=list(range(9))),
         Answer(sent=1.0, first=1.5, last=4.5, cycles=6, output_ids=list(range(13))),
-        # Ends with its prefill, and has no say in what decoding costs.
+        # This answer ends with its prefill, so it must not count in the cost of decoding.
         Answer(sent=3.0, first=5.0, last=5.0, cycles=0, output_ids=[1]),
     ]
 
@@ -297,7 +297,7 @@ def runs_of(mode: str, rates: list[float], **changes) -> list[dict]:
 
 
 def last_cells(results: Results) -> list[list[str]]:
-    """Mode, tokens/s and both speed-ups of every row."""
+    """Return mode, tokens/s and both speed-ups of every row."""
     return [[cell.strip() for cell in row.split("|")[8:-1]] for row in table(results)[2:]]
 
 
@@ -313,7 +313,7 @@ def test_speedups_are_taken_turn_by_turn(tmp_path):
     ]
 
 
-def test_only_like_is_compared_with_like(tmp_path):
+def test_speedups_need_the_same_setting(tmp_path):
     results = Results(tmp_path / "r.json", SETUP)
     results.add_round(runs_of("ours", [110.0], block_size=8) + runs_of("in-tree", [100.0]), "command")
     results.add_round(runs_of("none", [10.0]) + runs_of("ours", [30.0], concurrency=1), "command")
@@ -325,7 +325,7 @@ def test_only_like_is_compared_with_like(tmp_path):
 
 
 class FakeEngines:
-    """Stands for `EngineProcess` and `ServerProcess`; what is tested is who is asked, and when."""
+    """Replacement of `EngineProcess` and `ServerProcess` that records which engine is asked, and when."""
 
     def __init__(self, monkeypatch) -> None:
         self.log: list[str] = []
@@ -419,7 +419,7 @@ def test_a_resumed_sweep_measures_what_is_missing(tmp_path, engines):
     engines.log.clear()
     engines.fail_at = None
 
-    # The interrupted round is measured again as a whole, as its repeats were to take turns.
+    # All repeats of the interrupted round are measured again, because engines must take turns.
     assert len(Results(path, SETUP).runs) == 4
     sweep(path, "--concurrency", "1", "4")
     assert engines.log == ["start ours", "start none", *["ours 4", "none 4"] * 3]
@@ -468,7 +468,7 @@ def test_arrivals_have_a_column_and_a_panel(tmp_path):
     assert panels(results) == [Panel("org/target, fa3, tp 1, 512 tokens, concurrency 8", "arrivals/s", {line: points})]
 
 
-def test_files_that_are_no_sweeps(tmp_path):
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "r.json").write_text('{"setup": {}, "runs": []}')
 
     with pytest.raises(ValueError, match=r"r\.json is not a sweep's"):

@@ -1,4 +1,4 @@
-"""The tables of running requests are those of their texts, whatever they have been through."""
+"""Bigram tables of running requests equal the tables of their texts, in every order of events."""
 
 import random
 from array import array
@@ -28,7 +28,7 @@ def draw(length: int) -> list[int]:
 
 
 class Served:
-    """Requests in slots of their own, of which the scheduler sees the output one cycle late."""
+    """Requests in their own slots. The scheduler sees their output one cycle late."""
 
     def __init__(self, prompts: list[list[int]]) -> None:
         self.reqs = [Req(str(i), "", array("q", p), SamplingParams()) for i, p in enumerate(prompts)]
@@ -36,7 +36,7 @@ class Served:
         self.bigrams = Bigrams(len(prompts) + 1, "cpu")
 
     def prefill(self, places: list[int], decoding: tuple[int, ...] = ()) -> None:
-        """Whole texts of some requests, and one token each of others; each writes one."""
+        """Prefill the whole texts of some requests, and one token of the decoding ones. Each gets one new token."""
         batch = ScheduleBatch(reqs=[self.reqs[i] for i in (*places, *decoding)], device="cpu")
         batch.decoding_reqs = [self.reqs[i] for i in decoding]
         parts = [*(self.texts[i] for i in places), *([self.texts[i][-1]] for i in decoding)]
@@ -49,7 +49,7 @@ class Served:
             self.texts[i].append(token)
 
     def cycle(self, places: list[int], overruled: tuple[int, ...] = ()) -> None:
-        """What is accepted of the overruled is decided when the graph has run; it chose something else."""
+        """Run a cycle. For the overruled requests SGLang's sampler decides after the graph, and differs from it."""
         rows = 1 + torch.tensor(places)
         bonus = torch.tensor([self.texts[i][-1] for i in places])
         by_graph, decided = (Acceptance.empty(len(places), WIDTH, "cpu") for _ in range(2))
@@ -85,7 +85,7 @@ def test_tables_are_those_of_the_texts():
     served.cycle([2, 0, 1])
     served.assert_known([0, 1, 2])
 
-    # A request that was retracted begins again, in a slot that another one has used meanwhile.
+    # A retracted request starts again, in a slot that another request has used meanwhile.
     served.bigrams.tables[1] = 7
     served.reqs[0].output_ids.extend(served.texts[0][len(served.reqs[0].origin_input_ids) :])
     served.prefill([0], decoding=(2,))

@@ -1,4 +1,4 @@
-"""Which targets' chains are verified by our own attention, in place of FlashInfer's, and how."""
+"""Choice of this package's attention for chains in place of FlashInfer's, and its results."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ from sglang_dflash.ops.kernels.attend_trees import SHARED_MEMORY
 
 
 class Pool(MHATokenToKVPool):
-    """Of another class, whatever it does."""
+    """A pool of another class."""
 
     def __init__(self) -> None:
         pass
@@ -30,7 +30,7 @@ def mha_pool(layout: str = "nhd") -> MHATokenToKVPool:
 
 
 def target(pool=None, is_deterministic: bool = False, **layer) -> SimpleNamespace:
-    """A model runner."""
+    """Return a model runner."""
     return SimpleNamespace(
         model=nn.ModuleDict({"attn": RadixAttention(2, 8, 1.0, 1, 0, **layer)}),
         attn_backend=SimpleNamespace(enable_deterministic=is_deterministic),
@@ -43,7 +43,7 @@ def target(pool=None, is_deterministic: bool = False, **layer) -> SimpleNamespac
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """FlashInfer on a Hopper GPU, neither of which need be there."""
+    """Pretend to have FlashInfer and a Hopper GPU."""
     properties = SimpleNamespace(shared_memory_per_block_optin=SHARED_MEMORY)
     flashinfer_plan = SimpleNamespace(FlashInferPlan=SimpleNamespace(supports=lambda backend: True))
     monkeypatch.setattr(plan, "_is_flashinfer", lambda backend: True)

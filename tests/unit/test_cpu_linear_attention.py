@@ -1,4 +1,4 @@
-"""The CPU operators of Gated DeltaNet against transformers' layer: prompts in parts, then token by token."""
+"""CPU operators of Gated DeltaNet against transformers' layer: prompts in parts, then single tokens."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def seed():
 
 
 def batches(inputs):
-    """The parts of every sequence's inputs, [tokens, ...], one after another: rows, starts of sequences, inputs."""
+    """Yield the parts of all sequences' inputs: rows, starts of sequences, and inputs [tokens, ...]."""
     at = dict.fromkeys(inputs, 0)
     for part in PARTS:
         taken = {i: inputs[i][at[i] : at[i] + length] for i, length in part.items()}
@@ -54,14 +54,14 @@ def test_convolution():
             torch.testing.assert_close(part, expected[i][done[i] : done[i] + len(part)])
             done[i] += len(part)
 
-    # Two tokens one by one, then four at a time, whose windows are kept.
+    # Two single tokens, then four at a time, whose windows are kept.
     rows = torch.tensor(list(ROW.values()))
     for step in range(2):
         x = torch.stack([inputs[i][done[i] + step] for i in ROW])
         out = ops.causal_conv1d_update_cpu(x, states, weight, None, "silu", conv_state_indices=rows)
         torch.testing.assert_close(out, torch.stack([expected[i][done[i] + step] for i in ROW]))
     x = torch.stack([inputs[i][done[i] + 2 :] for i in ROW]).transpose(1, 2)
-    # As SGLang keeps them: overlapping in memory.
+    # SGLang keeps the windows overlapping in memory.
     memory = torch.full((4, CHANNELS, 8 + 2), torch.nan)
     windows = memory.as_strided((4, 8, CHANNELS, 3), (CHANNELS * 10, 1, 10, 1))
     before = states.clone()
@@ -88,7 +88,7 @@ def test_delta_rule():
     lens = {i: sum(part.get(i, 0) for part in PARTS) + 2 for i in ROW}
     sizes = {"q": (HEADS, KEY_SIZE), "k": (HEADS, KEY_SIZE), "v": (VALUE_HEADS, VALUE_SIZE)}
     sizes |= {"a": (VALUE_HEADS,), "b": (VALUE_HEADS,)}
-    # All inputs of a token beside each other, as `batches` cuts them.
+    # All inputs of a token are concatenated, and `batches` splits them.
     widths = [torch.Size(size).numel() for size in sizes.values()]
     inputs = {i: random(length, sum(widths)) for i, length in lens.items()}
     a_log, dt_bias = torch.linspace(-5, 1, VALUE_HEADS), random(VALUE_HEADS)

@@ -1,4 +1,4 @@
-"""The CPU attention backend against a dense float64 reference, over SGLang's own layers and KV pools."""
+"""The CPU attention backend against a dense float64 reference, on SGLang's own layers and KV pools."""
 
 from types import SimpleNamespace
 
@@ -25,10 +25,10 @@ CONTEXT_LENS = [5, 1, 63, 130, 16]
 
 
 class Case:
-    """KV of a few requests in scattered pages, and a forward's queries after it.
+    """KV of some requests in scattered pages, and the queries of a forward after it.
 
-    `keys[i]` and `values[i]`, [context_lens[i] + query_lens[i], Hkv, D], are request i's by position; the
-    pool has the context's, the forward brings the rest.
+    `keys[i]` and `values[i]` are [context_lens[i] + query_lens[i], kv_heads, head_dim], by position of request i. The
+    pool has those of the context; the forward brings the others.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Case:
         )
 
     def slots(self, start, end):
-        """Slots of the positions start[i]..end[i]-1, request after request: [sum(end - start)] int64."""
+        """Return the slots of positions start[i]..end[i]-1 of all requests in order: [sum(end - start)] int64."""
         rows = self.req_to_token_pool.req_to_token[self.req_pool_indices]
         return torch.cat([row[s:e] for row, s, e in zip(rows, start, end, strict=True)]).to(torch.int64)
 
     def forward(self, layer, mode=ForwardMode.TARGET_VERIFY, poison_before_window=False):
-        """What the backend makes of it: [sum(query_lens), Hq, D]."""
+        """Return the backend's output: [sum(query_lens), heads, head_dim]."""
         lens = torch.tensor(self.context_lens)
         query_lens = torch.tensor(self.query_lens)
         context = ForwardBatch(
@@ -145,9 +145,9 @@ class Case:
         return output.view_as(self.queries)
 
     def reference(self, layer):
-        """Dense attention in float64: [sum(query_lens), Hq, D]."""
+        """Return dense attention in float64: [sum(query_lens), heads, head_dim]."""
         mask = {
-            # SGLang counts the keys beside the query.
+            # SGLang's window does not count the query's own key.
             "window": None if layer.sliding_window_size < 0 else layer.sliding_window_size + 1,
             "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
             "scale": self.head_dim**-0.5,
@@ -160,7 +160,7 @@ def check(case, layer, **kwargs):
     torch.testing.assert_close(case.forward(layer, **kwargs).double(), case.reference(layer), atol=2e-6, rtol=1e-5)
 
 
-# Windows shorter than the block, shorter than, equal to and longer than contexts; -1: none.
+# Windows shorter than the block, and shorter than, equal to and longer than contexts; -1 for none.
 @pytest.mark.parametrize("window_size", [-1, 3, 15, 16, 62, 63, 200])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
@@ -188,7 +188,7 @@ def test_verify_pages(page_size):
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (8, 2), (8, 1)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_verify_around_the_window(page_size, head_dim, num_heads, num_kv_heads, bidirectional):
-    """A window that is no multiple of the page, and contexts shorter, as long, one longer and far longer."""
+    """The window is not a multiple of the page. Contexts are shorter, equal, one longer, and much longer."""
     window = 50
     context_lens = [1, window - 1, window, window + 1, 4 * window]
     case = Case(context_lens, [16] * 5, num_heads, num_kv_heads, page_size, head_dim=head_dim)
@@ -206,14 +206,14 @@ def test_verify_around_the_window(page_size, head_dim, num_heads, num_kv_heads, 
     ],
 )
 def test_swa_pool(mode, query_lens, window_size):
-    """Windowed layers read at the SWA pool's slots, and no slot that it may have given away."""
+    """Windowed layers read the SWA pool's slots, and no slot that the pool may have freed."""
     case = Case(CONTEXT_LENS, query_lens, page_size=16, swa_pool=True)
     check(case, case.layer(window_size=window_size), mode=mode, poison_before_window=True)
     check(case, case.layer(), mode=mode)
 
 
 def test_batch_does_not_change_a_request():
-    """Bit for bit: what is accepted for a request must not depend on its neighbours."""
+    """A request's output is the same in every bit, so that acceptance does not depend on other requests."""
     alone = Case(CONTEXT_LENS[:1], [16])
     together = Case(CONTEXT_LENS, [16] * len(CONTEXT_LENS))
     together.queries[:16] = alone.queries

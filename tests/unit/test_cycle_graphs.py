@@ -1,4 +1,4 @@
-"""Which graphs there are beside those of all rows, by what the graphs take."""
+"""Choice of graphs for smaller draft lengths, by the time that their replays take."""
 
 import math
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, m
     built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 4, 8, 12))
 
     assert built.lengths == (1, 4, 8, 12, 16)
-    # Batches that are padded to the smallest of these sizes have them too.
+    # Batches that are padded to the smallest of these sizes have these graphs too.
     assert [built[width].min_bs for width in built.lengths] == [1, 1, min_bs, min_bs, 1]
     for bs in range(1, 17):
         has_cost = [built.cost(built.padded(bs), width) < math.inf for width in built.lengths]

@@ -1,4 +1,4 @@
-"""States advanced by the accepted part of verified blocks are those of the same tokens without any block."""
+"""States after the accepted part of verified blocks equal the states after the same tokens one by one."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ INTERVAL = 16
 
 
 class Case:
-    """Requests with a past, one for each accepted length, and one row of padding; row i has slot 2 * i."""
+    """Requests with a past, one for each accepted length, and one row of padding. Row i has slot 2 * i."""
 
     def __init__(self, num_requests=BLOCK, width=BLOCK):
         generator = torch.Generator().manual_seed(0)
@@ -24,7 +24,7 @@ class Case:
         self.width = width
         self.num_requests = num_requests
         rows = num_requests + 1
-        # Nothing may depend on where the padding is.
+        # The padding may be anywhere.
         self.slots = (torch.arange(rows, dtype=torch.int32) * 2).roll(1)
         num_slots = 2 * rows
         self.states = States(
@@ -61,7 +61,7 @@ class Case:
         )
 
     def after(self, row, num_tokens):
-        """The state of a row after so many tokens of its block, and what its last token reads: one by one."""
+        """Return a row's state after `num_tokens` tokens of its block, one by one, and the output of the last one."""
         state = self.before.temporal[:, self.slots[row]]
         output = None
         for t in range(num_tokens):
@@ -73,7 +73,7 @@ class Case:
 
     def commit(self, accept_lens, seq_lens, kept=None, is_due=1):
         rows = torch.arange(len(self.slots))
-        # Which of two has its turn is left to the boundary.
+        # Which of the two kept slots comes next follows from the boundary.
         slots = StateSlots(self.slots, kept, torch.zeros_like(self.slots))
         commit_state(
             self.states,
@@ -109,7 +109,7 @@ def test_every_accepted_length(width):
 @pytest.mark.parametrize("num_boundaries", [3, 4])
 @pytest.mark.parametrize("offset", range(-BLOCK, 2))
 def test_the_state_at_a_boundary_is_kept(offset, num_boundaries):
-    """Blocks that end before it, at it and behind it, that begin at it; and requests without a place for it."""
+    """Blocks end before the boundary, at it or after it, or begin at it. Some requests have no slot for the state."""
     case = Case()
     rows = len(case.slots)
     accept_lens = [1 + row % BLOCK for row in range(rows)]

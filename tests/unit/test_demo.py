@@ -1,4 +1,4 @@
-"""What the demo marks of a streamed answer."""
+"""Marks of the demo in a streamed answer."""
 
 import demo
 import pytest
@@ -15,7 +15,7 @@ def tokenizer():
 
 
 def show(tokenizer, lengths, num_cycles, num_correct_drafts, coloured=False):
-    """The view of TEXT's tokens, of which chunks end at `lengths`."""
+    """Return the view of TEXT's tokens, in chunks that end at `lengths`."""
     view = demo.TokenView(tokenizer, coloured)
     tokens = tokenizer.encode(TEXT)
     for length in lengths:

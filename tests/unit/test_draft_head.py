@@ -1,4 +1,4 @@
-"""The drafter's best tokens among tensor-parallel ranks: SGLang's own process groups (gloo) and lm_head."""
+"""The drafter's best tokens over tensor-parallel ranks, with SGLang's own process groups (gloo) and lm_head."""
 
 import multiprocessing
 from functools import cache
@@ -23,18 +23,18 @@ from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.verify.vocab_argmax import pack, unpack
 
 NUM_ROWS = 24
-# (vocabulary, of which added): one row, ranks without a token, one that ends inside a shard, parts of any length.
+# (vocabulary, added tokens): one token, ranks without a token, a part that ends inside a shard, parts of any length.
 VOCABULARIES = [(1, 0), (5, 0), (64, 0), (65, 0), (130, 0), (4096, 0), (1000, 1), (1010, 16), (129, 64), (200, 137)]
 DTYPES = [torch.float32, torch.bfloat16]
 WORLD_SIZES = [1, 2, 4]
-# Of every row; fewer than some shards have, more than others.
+# Candidates per row: more than some shards have, fewer than others have.
 CANDIDATES = 16
-# By a shortlist, of a vocabulary of which every rank's part has many groups.
+# Candidates by a shortlist, of a vocabulary in which every rank's part has many groups.
 SHORTLISTED, OF_VOCABULARY = 8, 4096
 
 
 def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
-    """[NUM_ROWS, vocabulary], full of ties; in some rows all are negative, in some all are equal."""
+    """Return logits [NUM_ROWS, vocabulary] with many ties. Some rows are all negative, some are all equal."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randint(-3, 4, (NUM_ROWS, vocabulary), generator=generator) / 4
     logits[::4] -= 5
@@ -43,16 +43,16 @@ def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def off_by_one_ulp(logits: torch.Tensor) -> torch.Tensor:
-    """Every logit moved to the next larger number of its dtype."""
+    """Return every logit moved to the next larger number of its dtype."""
     return torch.nextafter(logits, torch.tensor(torch.inf, dtype=logits.dtype))
 
 
 def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
-    """This rank's shard of an lm_head that gives these logits for the rows of an identity matrix."""
+    """Return this rank's shard of an lm_head that gives these logits for the rows of an identity matrix."""
     vocabulary = logits.shape[1]
     lm_head = ParallelLMHead(vocabulary, NUM_ROWS, params_dtype=logits.dtype, org_num_embeddings=vocabulary - num_added)
     shard = lm_head.shard_indices
-    # A padding row would win everywhere.
+    # A row of padding would win everywhere if it were read.
     weight = torch.full_like(lm_head.weight, 100)
     added = shard.num_org_elements_padded
     weight[: shard.num_org_elements] = logits.T[shard.org_vocab_start_index : shard.org_vocab_end_index]
@@ -64,13 +64,13 @@ def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
 
 
 def with_best(logits: torch.Tensor) -> torch.Tensor:
-    """Whose best token in every row is far from the others, as float8 tells apart."""
+    """Return logits whose best token in every row is far above the others, so that float8 resolves it."""
     best = torch.arange(NUM_ROWS) * 37 % logits.shape[1]
     return logits.scatter(1, best[:, None], 30.0)
 
 
 def with_some_best(logits: torch.Tensor) -> torch.Tensor:
-    """The same of SHORTLISTED tokens, one of every so many, and each far from the next."""
+    """Return logits with SHORTLISTED best tokens in different groups, each far from the next."""
     place = torch.arange(SHORTLISTED)
     apart = logits.shape[1] // SHORTLISTED
     tokens = place * 5 % SHORTLISTED * apart + torch.arange(NUM_ROWS)[:, None] * 3
@@ -78,7 +78,7 @@ def with_some_best(logits: torch.Tensor) -> torch.Tensor:
 
 
 def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[NUM_ROWS, 2] blocks, before the lm_head's weights change and after."""
+    """Return blocks [NUM_ROWS, 2] before and after the lm_head's weights change."""
     lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)
     head, block = DraftHead(lm_head, get_tp_group(), 1), torch.full((NUM_ROWS, 2), 3)
     assert type(head._shortlist) is shortlist.Shortlist or not lm_head.shard_indices.num_org_elements
@@ -90,14 +90,16 @@ def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[tor
 
 
 def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
-    """Of two rows each; the first one's are never looked at."""
+    """Return hidden states of two tokens per row. The head must ignore the first token's."""
     rows = torch.stack((torch.full((NUM_ROWS, NUM_ROWS), 7.0), torch.eye(NUM_ROWS)), dim=1)
     return rows.to(dtype).view(2 * NUM_ROWS, NUM_ROWS)
 
 
 def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
-    """[NUM_ROWS, 2] blocks whose second token has the row's logits; and the candidates for that token, their logits and
-    the rows' sums, see `DraftHead.candidates`."""
+    """Return blocks [NUM_ROWS, 2] whose second token has the row's logits, and the results of `DraftHead.candidates`.
+
+    Those are the candidates for the second token, their logits, and the rows' log-sum-exps.
+    """
     k = min(CANDIDATES, logits.shape[1])
     head = DraftHead(lm_head_of(logits, num_added), get_tp_group(), k)
     hidden_states = hidden_states_of(logits.dtype)
@@ -129,7 +131,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
     head = DraftHead(lm_head_of(logits, 0), get_tp_group(), CANDIDATES, multiplier=4.0, softcap=3.0)
     found = head.candidates(hidden_states_of(logits.dtype), NUM_ROWS)
     drafts["capped"] = [values[:, 0] for values in found]
-    # As if there were a GPU on which it is faster, and the vocabularies large.
+    # Pretend that a GPU is present on which the shortlist is faster, and that the vocabularies are large.
     shortlist.small_m_linear.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
     for vocabulary, num_added in VOCABULARIES:
         if not num_added:
@@ -144,7 +146,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Every rank's drafts, for a number of ranks."""
+    """Return every rank's drafts as a function of the number of ranks."""
 
     @cache
     def run(world_size: int) -> list[dict]:
@@ -215,7 +217,7 @@ def test_every_rank_has_the_best_of_the_full_vocabulary(ranks, world_size, dtype
         assert torch.equal(logits.gather(1, candidates), found)
         assert all(len(set(row)) == k for row in candidates.tolist())
         if num_added == 0:
-            # Else the added tokens of one rank come before the others of the next.
+            # Otherwise the added tokens of one rank come before the other tokens of the next.
             assert torch.equal(candidates, tokens[:, :k])
         torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1))
 
@@ -235,7 +237,7 @@ def test_logits_are_multiplied_and_capped(ranks, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ranks_agree_where_one_computes_otherwise(ranks, world_size, dtype):
-    """Rank 1's logits are all one ulp larger, which breaks its ties with the others; no rank may diverge."""
+    """Rank 1's logits are all one ulp larger, which breaks its ties with other ranks. All ranks must still agree."""
     num_changed = [0, 0]
     for vocabulary, _ in VOCABULARIES:
         exact, *_ = (drafts["exact", vocabulary, dtype] for drafts in ranks(world_size))

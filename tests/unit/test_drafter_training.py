@@ -1,4 +1,4 @@
-"""What the training of a drafter computes in ways of its own, against the plain ones."""
+"""Computations of the drafter's training against plain implementations."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_loss_of_the_head_is_cross_entropy(generator):
 
 
 def test_cut_blocks_draft_as_blocks_of_their_size(generator):
-    """Each block of a mixed batch against the batch-1 forward of a drafter with blocks that small."""
+    """Each block of a mixed batch equals the batch-1 forward of a drafter with that block size."""
     config = DRAFTER_CONFIG | SMALL | {"vocab_size": 50}
     drafter = ReferenceDrafter(config)
     initialize(drafter, 0.3)
@@ -111,7 +111,7 @@ def test_orthogonal_matrices(shape, generator):
 
 
 def test_muon_steps_as_torchs(generator):
-    """Matrices of several shapes, some alike; torch's iteration rounds to bf16."""
+    """Matrices have several shapes, some the same. torch's iteration rounds to bf16."""
     start = [torch.randn(shape, generator=generator) for shape in ((8, 24), (24, 8), (8, 24))]
     ours, theirs = ([torch.nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
     optimizers = (

@@ -1,4 +1,4 @@
-"""Requests that fail, where only SGLang's scheduler decides what becomes of them."""
+"""Failing requests whose fate SGLang's scheduler decides."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from sglang_dflash.requests.failing import Failures, fail_prefilled
 
 
 def test_a_prefill_that_was_thrown_away():
-    """The prefill that follows a retraction may succeed, and must not end for what the first one met with."""
+    """The prefill after a retraction may succeed, so an error of the first prefill must not end the request."""
     kept, retracted = (Req(rid, "", [0, 1], SamplingParams(max_new_tokens=9)) for rid in ("kept", "retracted"))
     retracted.is_retracted = True
     batch = SimpleNamespace(reqs=[kept, retracted], spec_algorithm=SpeculativeAlgorithm.DFLASH)

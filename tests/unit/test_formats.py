@@ -1,4 +1,4 @@
-"""What `config.json` of every checkpoint format is read as."""
+"""Reading of `config.json` in every checkpoint format."""
 
 import json
 
@@ -104,7 +104,7 @@ def test_backend_that_can(backend, is_causal, block_size):
     read(ZLAB | {"is_causal": is_causal, "sliding_window": 8}).check_attention_backend(backend, block_size, (backend,))
 
 
-# --- where the fields are -------------------------------------------------------------------------------------------
+# --- places of fields -----------------------------------------------------------------------------------------------
 
 
 def test_new_places_are_read_as_the_old():
@@ -121,7 +121,7 @@ def test_speculators_are_read_as_z_lab():
 
 
 def test_defaults_that_speculators_leave_out():
-    """It writes a layer config as what differs from the defaults of its class."""
+    """speculators writes only the fields of a layer config that differ from the defaults of its class."""
     drafter = read(SPECULATORS | {"transformer_layer_config": without(LAYERS, "hidden_size", "head_dim", "vocab_size")})
     assert (drafter.hidden_size, drafter.head_dim, drafter.vocab_size) == (4096, 128, 151936)
     llama = without(LAYERS, "head_dim", "hidden_size") | {"model_type": "llama"}
@@ -162,7 +162,7 @@ def test_speculators_field(fields, named):
 
 
 def test_speculators_layer_that_cannot_be_captured():
-    """In the checkpoint's own counting, where 0 is the embedding."""
+    """The message uses the checkpoint's own numbering, where 0 is the embedding."""
     drafter = read(SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2, 4]})
     [mismatch] = drafter.mismatches(TARGET)
     assert mismatch.startswith("aux_hidden_state_layer_ids=[0, 2, 4] of drafter here names [0, 4]; ")
@@ -264,7 +264,7 @@ def sglang_config_of(**arguments):
 
 @pytest.fixture(scope="module")
 def sglang_config():
-    """SGLang's layers read the process's arguments while they are built."""
+    """Publish a server's arguments, which SGLang's layers read while they are built."""
     with sglang_config_of():
         yield
 
@@ -327,7 +327,7 @@ def test_a_server_that_overrides_fields_takes_its_own_drafter_again():
 
 
 def tensors(shapes):
-    """Of a checkpoint in bfloat16."""
+    """Return the tensors of a checkpoint in bfloat16."""
     dtypes = {"d2t": "int64", "t2d": "bool"}
     return [Tensor(name, shape, dtypes.get(name, "bfloat16")) for name, shape in shapes.items()]
 
@@ -335,7 +335,7 @@ def tensors(shapes):
 def test_tensors_of_other_dtypes():
     drafter = read(SPECULATORS | {"draft_vocab_size": 8})
     found = expected_tensors(drafter) | {"embed_tokens.weight": (1024, 256)}
-    # What is not loaded may be in any.
+    # Tensors that are not loaded may have any dtype.
     odd = {"norm.weight": "int8", "d2t": "float32", "lm_head.weight": "F8_E4M3", "embed_tokens.weight": "int8"}
     found = [tensor._replace(dtype=odd.get(tensor.name, tensor.dtype)) for tensor in tensors(found)]
     problems = tensor_problems(drafter, found)
@@ -382,7 +382,7 @@ def test_draft_tokens_are_offsets():
 
 @pytest.mark.parametrize("d2t", [[5, 7, 1023], [0, -1, 0], [-1, 0, 0]])
 def test_draft_tokens_that_are_none(d2t):
-    """Token ids instead of offsets, a token twice, a token below 0."""
+    """The mapping has token ids instead of offsets, a token twice, or a token below 0."""
     drafter = read(SPECULATORS | {"draft_vocab_size": 3})
     with pytest.raises(ConfigError, match="d2t of drafter here"):
         draft_to_target(torch.tensor(d2t), None, drafter)

@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash.inspect` says what a pair is, and finds every mismatch before anything is loaded."""
+"""`python -m sglang_dflash.inspect` describes a pair, and finds every mismatch before anything is loaded."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from sglang_dflash.inspect import main
 
 
 def copy_with(source, path, config=None, tensors=None):
-    """A copy of a checkpoint in which fields and tensors are replaced, or with None removed."""
+    """Copy a checkpoint with some fields and tensors replaced; None removes one."""
     shutil.copytree(source, path)
     fields = json.loads((source / "config.json").read_text()) | (config or {})
     (path / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
@@ -26,7 +26,7 @@ def copy_with(source, path, config=None, tensors=None):
 
 
 def inspect(capsys, target, drafter):
-    """Exit code, and the JSON object."""
+    """Return the exit code and the JSON object."""
     status = main([str(target), str(drafter), "--json"])
     return status, json.loads(capsys.readouterr().out)
 
@@ -160,7 +160,7 @@ def test_checkpoint_that_cannot_be_read(capsys, tmp_path, damage):
 
 
 def test_program_starts_nothing_of_sglang():
-    """As users run it; SGLang is neither imported nor needed."""
+    """The program runs as users run it, and neither imports nor needs SGLang."""
     program = "import runpy, sys; sys.modules['sglang'] = None; "
     program += "runpy.run_module('sglang_dflash.inspect', run_name='__main__')"
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where a source defines a symbol, and what its fingerprint depends on."""
+"""Location of symbols in a source, and fingerprints that depend only on what acts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_acts_makes_a_difference(fingerprint, one, other):
 
 
 def test_every_python_computes_the_same(fingerprint):
-    """Whatever version runs this: what it reads here is in all of them, and their syntax trees are not."""
+    """The module's syntax is valid in all supported versions of Python, whose syntax trees differ."""
     module = '''
     @decorate(1, *args, key=-2.5e-3, **kwargs)
     class f(Base, metaclass=Meta):
@@ -168,7 +168,7 @@ def test_modules_and_packages(tmp_path):
     assert source.locate("sglang.srt.package.own") == ("sglang/srt/package/__init__.py", ["own"])
     assert source.locate("sglang.srt.package.module.imported") == ("sglang/srt/package/module.py", ["imported"])
     assert source.fingerprint("sglang.srt.package.own")
-    # It is defined elsewhere.
+    # The symbol is defined in another module.
     assert source.fingerprint("sglang.srt.package.imported") is None
     assert source.others_named_like("sglang.srt.package.imported") == ["sglang/srt/package/module.py"]
     assert source.locate("sglang.lang.api.function") is None

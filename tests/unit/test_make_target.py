@@ -1,4 +1,4 @@
-"""SmolLM2 as a HF checkpoint: what a GGUF file's weights and tokenizer mean."""
+"""Conversion of SmolLM2 from GGUF to a HF checkpoint: weights, tokenizer and chat template."""
 
 import zipfile
 

@@ -1,4 +1,4 @@
-"""The drafter's KV in the memory budget: what is counted is what SGLang's own pools then take."""
+"""Memory of the drafter's KV: the bytes that are counted equal the bytes that SGLang's pools take."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def drafter_with(folder: Path, **fields) -> Path:
 def configurator(
     args: ServerArgs, model: ModelConfig, kv_dtype: torch.dtype, drafter_of: SimpleNamespace | None = None
 ) -> KVCacheConfigurator:
-    """SGLang's own, of a target, or of a drafter beside the pools of a target."""
+    """Return SGLang's configurator for a target, or for a drafter next to a target's pools."""
     of = drafter_of or SimpleNamespace(config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None)
     num_layers, is_draft_worker = model.num_hidden_layers, drafter_of is not None
     layer_info = ModelLayerInfo(
@@ -119,7 +119,7 @@ def configurator(
 
 
 def kv_dtype(is_draft_worker: bool) -> torch.dtype:
-    """As a `ModelRunner` settles it."""
+    """Return the KV dtype as a `ModelRunner` chooses it."""
     runner = SimpleNamespace(
         dtype=DTYPE,
         is_draft_worker=is_draft_worker,
@@ -131,17 +131,17 @@ def kv_dtype(is_draft_worker: bool) -> torch.dtype:
 
 
 def served(args: ServerArgs):
-    """Meanwhile SGLang's configuration is that of a server with these arguments."""
+    """Return a context in which SGLang's configuration is that of a server with these arguments."""
     return use_context(create_context(args, role="scheduler"))
 
 
 @pytest.mark.parametrize(
     ("flags", "rows"),
     [
-        # Of the largest graph a block of each request, whatever else is captured.
+        # One block per request of the largest graph, whatever else is captured.
         ({}, 8 * 16),
         ({"speculative_adaptive": True}, 8 * 16),
-        # Those beyond all graphs have their logits while they are computed.
+        # Requests beyond all graphs have their logits in addition.
         ({"max_running_requests": 9}, (8 + 9) * 16),
         ({"max_running_requests": 6}, 6 * 16),
     ],
@@ -155,13 +155,13 @@ def test_graphs_share_the_memory_of_logits(flags, rows):
         memory = CycleMemory.of(configurator(args, model, DTYPE))
 
     assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
-    # Of 3 layers, 2 KV heads of 64, and a hidden size of 256.
+    # 3 layers, 2 KV heads of 64, and a hidden size of 256.
     assert memory.context == 3 * 2 * 2 * 64 * 256 * DTYPE.itemsize
 
 
 @pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
 def test_rows_have_room_for_blocks(name):
-    """However the algorithm is spelt: two blocks past what is committed, and a page."""
+    """There is room for two blocks past the committed tokens, and a page, in any spelling of the algorithm."""
     args = server_args(TARGET_DIR, DRAFTER_DIR, speculative_algorithm=name)
     with served(args):
         assert (
@@ -178,7 +178,7 @@ def test_rows_have_room_for_blocks(name):
     [({}, None, 2), ({"enable_fp32_lm_head": True}, None, 4), ({}, 30.0, 6), ({"tp_size": 2}, None, 4)],
 )
 def test_bytes_of_a_logit(arguments, softcap, num_bytes):
-    """Capped logits are float32 beside the model's, those of ranks are put in order behind their exchange."""
+    """Capped logits need a float32 copy in addition. Logits of several ranks need a second copy, put in order."""
     args = server_args(TARGET_DIR, DRAFTER_DIR, **arguments)
     config = ModelConfig(str(TARGET_DIR), dtype="bfloat16")
     config.hf_text_config.final_logit_softcapping = softcap
@@ -189,7 +189,7 @@ def test_bytes_of_a_logit(arguments, softcap, num_bytes):
 
 
 def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
-    """What a server with `BUDGET` bytes for KV, beside those for cycles, allocates: its config, and its two pools."""
+    """Return the pool config and both pools of a server with `BUDGET` bytes for KV, besides the cycles' memory."""
     with served(args):
         kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(is_draft_worker=False))
         config = kvc.config_from_budget(BUDGET + CycleMemory.of(kvc).total)
@@ -209,7 +209,7 @@ def allocate(args: ServerArgs, target: Path) -> tuple[MemoryPoolConfig, list]:
 
 
 def check(args: ServerArgs, target: Path, drafter_bytes: int, dtype: torch.dtype = DTYPE) -> None:
-    """The drafter's slots, of `dtype`, cost what was counted, and both pools fill the budget and no more."""
+    """Check that the drafter's slots take the bytes that were counted, and that both pools just fill the budget."""
     config, (target_pool, drafter_pool) = allocate(args, target)
     drafter = load_drafter_config(args)
     assert drafter.kv_bytes_per_token(dtype.itemsize) == drafter_bytes
@@ -219,7 +219,7 @@ def check(args: ServerArgs, target: Path, drafter_bytes: int, dtype: torch.dtype
     assert memory.drafter_bytes_per_token == drafter_bytes
     assert memory.drafter_dtype == dtype
     assert memory.capacity == drafter_pool.size == config.max_total_num_tokens
-    # A page more of every pool, which they keep to themselves, is outside of the budget.
+    # Each pool has one page more for itself, which is not in the budget.
     per_token = memory.target_bytes_per_token + drafter_bytes
     spare = BUDGET - per_token * config.max_total_num_tokens
     assert -per_token * args.page_size < spare < per_token * 2 * args.page_size
@@ -250,7 +250,7 @@ def test_kv_dtype(flag, page_size):
 
 
 def test_latent_attention(tmp_path):
-    """Of the server's arguments only the drafter counts: the target's class cannot run here."""
+    """Only the drafter is read from the server's arguments, because the target's class cannot run here."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     check(server_args(TARGET_DIR, DRAFTER_DIR), tmp_path, 3 * 2 * 2 * 64 * 4)
 
@@ -260,7 +260,7 @@ def test_latent_attention(tmp_path):
     [
         {"page_size": 1},
         {"page_size": 16},
-        # With these two SGLang sizes the sliding layers' pool by requests, and the other by what is left.
+        # With these flags SGLang sizes the sliding layers' pool by requests, and the other pool by what is left.
         {"disable_radix_cache": True, "chunked_prefill_size": 64, "max_running_requests": 1},
     ],
 )

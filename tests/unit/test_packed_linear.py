@@ -1,4 +1,4 @@
-"""Weights in oneDNN's order multiply as those that they were made of."""
+"""Weights packed for oneDNN multiply as the original weights do."""
 
 import pytest
 import torch

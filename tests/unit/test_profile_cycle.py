@@ -1,4 +1,4 @@
-"""scripts/profile_cycle.py: what it makes of a trace."""
+"""scripts/profile_cycle.py: summary of a trace."""
 
 import pytest
 from profile_cycle import report, summarize
@@ -20,7 +20,7 @@ def call(name: str, ts: float, dur: float, tid: int = SCHEDULER) -> dict:
 
 
 def cycle(start: float, graph: bool) -> list[dict]:
-    """100 us, of which 30 in three gaps; the matrix product and the copy overlap."""
+    """Return a cycle of 100 us, 30 of them in three gaps. The matrix product and the copy overlap."""
     return [
         kernel("_prepare_block_kernel", start, 10, graph),
         kernel("gemm", start + 20, 40, graph),
@@ -35,7 +35,7 @@ def cycle(start: float, graph: bool) -> list[dict]:
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_summary(graph):
-    """Also where the kernel that begins a cycle is part of a graph; cycles before the last three are left out."""
+    """The kernel that begins a cycle may be in a graph. Only the last three cycles count."""
     prefill = [kernel("prefill", -500, 400), {"cat": "python_function", "name": "f", "ts": 0.0}]
     events = [*prefill, *(event for i in range(6) for event in cycle(100.0 * i, graph))]
 

@@ -1,4 +1,4 @@
-"""The memory of recurrent states: what SGLang is told of it is what its pool then takes."""
+"""Memory of recurrent states: the bytes that SGLang is told equal the bytes that its pool takes."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def pair(tmp_path_factory):
 
 
 def allocate(args, target, num_requests):
-    """The pool of a server with `BUDGET` bytes for states and KV, and what it has left of them to KV."""
+    """Return the pools of a server with `BUDGET` bytes for states and KV, and the bytes left for KV."""
     with served(args):
         kvc = configurator(args, ModelConfig(str(target), dtype="float32"), kv_dtype(is_draft_worker=False))
         left = kvc._handle_max_mamba_cache(BUDGET / 2**30) * 2**30
@@ -65,8 +65,10 @@ def test_states_and_inputs_take_what_is_counted(pair, slots):
     ],
 )
 def test_an_80_gb_card(tmp_path, monkeypatch, name, gib, flags, wanted):
-    """How many requests run beside bf16 weights, and what is left to KV: here, and where SGLang reserves the states
-    after every verified token. `gib` is what 0.88 of the card has left of the weights."""
+    """The requests that run with bf16 weights, and the GiB left for KV: with this package's hook and without it.
+
+    Without it, SGLang reserves the states after every verified token. `gib` is 0.88 of the card minus the weights.
+    """
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
     target, drafter = (checkpoint(model, tmp_path) for model in (name, f"{name}-dflash"))
     requests, left = [], []

@@ -1,8 +1,8 @@
-"""Sampled continuations have the target's distribution, whatever is drafted.
+"""Sampled continuations have the target's distribution, with any drafts.
 
-The target is a table of logits, so the distribution of the first tokens is known exactly; the sampler is SGLang's own,
-behind `BlockSampler` and `accept_prefix`, as in the worker's cycle, or the cycle's own, for the batches that it draws,
-and of trees of drafts behind `accept_paths`.
+The target is a table of logits, so the distribution of the first tokens is known exactly. The sampler is SGLang's own,
+called by `BlockSampler` and followed by `accept_prefix`, as in the worker's cycle. Batches that the cycle samples
+itself use the cycle's sampler, and trees use `accept_paths`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sglang_dflash.types import Trees
 from sglang_dflash.verify import sampler
 from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes
 
-# `BlockSampler` asks a hook of SGLang's sampler which rows it could not draw.
+# `BlockSampler` uses a hook of SGLang's sampler to learn which tokens could not be sampled.
 load_plugins()
 
 BLOCK_SIZE = 4
@@ -50,7 +50,7 @@ NUM_NODES, NUM_CANDIDATES, NUM_TREES = 8, 3, 256
 
 @pytest.fixture(scope="module", autouse=True)
 def context(tmp_path_factory):
-    """What SGLang's sampler reads of a server; set back afterwards."""
+    """Publish what SGLang's sampler reads of a server, until the tests end."""
     store = tmp_path_factory.mktemp("store") / "store"
     args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", dtype="float32")
     with use_context(create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0))):
@@ -83,11 +83,12 @@ def block_sampler(num_slots: int, sampler: Sampler | None = None) -> BlockSample
 
 
 def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> torch.Tensor:
-    """[NUM_CONTINUATIONS, NUM_NEW] tokens behind `FIRST`.
+    """Return tokens [NUM_CONTINUATIONS, NUM_NEW] after `FIRST`.
 
     Args:
-        bias: the share of continuations whose first draft token is kept without asking.
-        in_cycle: draw as a cycle does for plain batches.
+        params: sampling parameters.
+        bias: share of continuations whose first draft is accepted without a check.
+        in_cycle: sample as the cycle does for batches on the fast path.
     """
     torch.manual_seed(0)
     n = NUM_CONTINUATIONS
@@ -128,7 +129,7 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
 
 
 def random_trees() -> Trees:
-    """Trees of the most probable paths of drafters that say anything, one of ten a chain."""
+    """Return trees of the most probable paths of random drafters; one of ten is a chain."""
     logits, candidates = torch.randn(NUM_TREES, BLOCK_SIZE - 1, VOCAB).mul(2).sort(dim=-1, descending=True)
     zeros = torch.zeros(NUM_TREES, dtype=torch.int64)
     trees = Trees.empty(NUM_TREES, NUM_NODES, "cpu")
@@ -148,7 +149,7 @@ def random_trees() -> Trees:
 
 
 def continuations_of_trees(params: dict, bias: float = 0.0) -> tuple[torch.Tensor, float]:
-    """As `continuations`, drawn as in a cycle; and of the accepted drafts, the share that no chain would have."""
+    """Return tokens as `continuations` does in the cycle, and the share of accepted drafts that are not in a chain."""
     torch.manual_seed(0)
     n, trees = NUM_CONTINUATIONS, random_trees()
     parameters = draw_parameters(batch_of([request(params)] * n).sampling_info)
@@ -205,13 +206,13 @@ def test_a_bias_of_one_percent_is_seen(name):
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    """As on a GPU."""
+    """Use the sampling backend of a GPU."""
     on_gpu = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="flashinfer"))
     monkeypatch.setattr(sampler, "get_exec", lambda: on_gpu)
 
 
 GREEDY = {"temperature": 0}
-# Requests of a batch, and the places of those that SGLang's sampler chooses for.
+# Requests of a batch, and the indices of those that need SGLang's sampler.
 BATCHES = [
     ([GREEDY], []),
     ([{}], []),
@@ -274,7 +275,7 @@ def test_other_backends_draw_by_other_rules():
 
 
 def test_parts_are_bounded(monkeypatch):
-    """The sampler gets whole requests, never more than fit into its bytes, and at least one."""
+    """The sampler gets whole requests, at most as many as fit into its bytes, and at least one."""
     batch, places = batch_of([request({})] * 9), [0, 1, 3, 4, 5, 8]
     sizes = {}
     for num_bytes in (1, sampler_bytes(VOCAB, BLOCK_SIZE), 4 * sampler_bytes(VOCAB, BLOCK_SIZE) + 1, 1 << 30):
@@ -298,7 +299,7 @@ def test_the_memory_of_the_sampler_is_counted(params, is_seeded, monkeypatch):
     batch.req_pool_indices, batch.seq_lens = torch.arange(n), torch.full((n,), 2)
     if is_seeded:
         batch.sampling_info.sampling_seed = torch.arange(n)
-        # On a GPU it is one kernel.
+        # On a GPU this is one kernel.
         hashed = torch.randint(2**32, (n * BLOCK_SIZE, 1)).to(torch.uint32)
         monkeypatch.setattr(srt_sampler, "murmur_hash32", lambda *_: hashed.repeat(1, vocab_size))
     sampler = block_sampler(n)

@@ -1,4 +1,4 @@
-"""`stop_regex`: the automaton finds what `re` finds, in answers that grow, and nothing takes long."""
+"""`stop_regex`: the automaton finds what `re` finds, in growing answers, and never takes long."""
 
 import random
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from sglang_dflash.requests.stop_regex import Search, automaton, check_stop_regex
 
-# All of them have too many ways for `re`.
+# Patterns with so many possible matches that `re` must not search them.
 PATTERNS = [
     r"a+b",
     r"(a+)+b",
@@ -30,7 +30,7 @@ PATTERNS = [
     r"(?:a{0,5}){0,5}c",
     r"é+…",
 ]
-# Their ways are few.
+# Patterns with few possible matches.
 LIGHT = [r"END", r"\n\n", r"</?answer>", r"\d{1,3}\.\d{1,3}", r"(?<=\n)END", r"(?>ab|a)c", r"(a|b)\1", r"", r"\ud800"]
 PIECES = [*"aabbc \nxyA.1é…", "END", "abcx", "1.1", "\n\n", "é…"]
 REFUSED = {
@@ -67,7 +67,7 @@ def test_search_finds_what_re_finds(pattern):
 
 def test_search_reads_anew_what_has_changed():
     search = Search(automaton(r"(b+)+x"))
-    # A character's bytes came one by one.
+    # The bytes of a character arrived in several tokens.
     assert not search("bbbb\ufffd\ufffd")
     assert not search("bbbb…")
     assert not search("aaaa")
@@ -90,7 +90,7 @@ def test_refused(pattern):
 
 @pytest.mark.parametrize("pattern", [r"(a+)+b", r"(a|a)*b", r"(.*)*x", r"(a?){25}a{25}b", r"(){999999999}b"])
 def test_catastrophic_patterns_end(pattern):
-    """`re` would be at it for years, or out of memory."""
+    """`re` would take years or run out of memory."""
     check_stop_regex(pattern)
     search = Search(automaton(pattern))
     for length in range(0, 2000, 20):

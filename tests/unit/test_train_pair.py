@@ -1,4 +1,4 @@
-"""The training of drafters (scripts/train_pair.py), every stage of it at tiny sizes."""
+"""Training of drafters (scripts/train_pair.py): every stage at tiny sizes."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(settings):
-    """The settings of a run that has ended."""
+    """Return the settings of a finished run."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL_DRAFTER.items():
             patch.setitem(DRAFTER_CONFIG, name, value)
@@ -61,7 +61,7 @@ def trained(settings):
 
 @pytest.fixture(scope="module")
 def target(trained):
-    """transformers' model of the target."""
+    """Return transformers' model of the target."""
     return AutoModelForCausalLM.from_pretrained(trained.target_dir, dtype=torch.float32).eval()
 
 
@@ -76,7 +76,7 @@ def test_features_are_hidden_states(trained, target):
 
 
 def test_rows_grow_as_by_transformers(trained, target):
-    """Rows of prompts of different lengths, greedily."""
+    """Rows of prompts of different lengths are continued greedily."""
     rows = Rows(Llama(trained.target_dir, "cpu"), 2, 60)
     prompts = torch.randint(17, len(TOKENS), (2, 30), generator=torch.Generator().manual_seed(1))
     for row, length in enumerate((30, 11)):
@@ -94,7 +94,7 @@ def test_rows_grow_as_by_transformers(trained, target):
 
 
 def test_answers_are_the_targets(trained, target):
-    """What is marked as an answer follows the template's opening of one, and is the target's choice where greedy."""
+    """Tokens marked as an answer follow the template's start of an answer. Where greedy, they are the target's."""
     generated = torch.load(trained.work / "generated_0.pt", weights_only=True)
     tokens, is_answer = generated["tokens"].long(), generated["is_answer"]
     opening, (to_answer, _) = template_tokens(AutoTokenizer.from_pretrained(trained.target_dir))
@@ -104,7 +104,7 @@ def test_answers_are_the_targets(trained, target):
         logits = target(tokens).logits
     choices = logits.argmax(-1)
     best = generated["best"].long()
-    # Both round in their own way, and two tokens may be almost as good.
+    # Both implementations round in their own way, and two tokens may be almost equally good.
     short_of_best = logits.max(-1).values[:, :-1] - logits[:, :-1].gather(-1, best[:, 1:, None])[..., 0]
     assert short_of_best[is_answer[:, 1:]].max() < 1e-4
     is_greedy = generated["temperatures"] == 0
@@ -155,7 +155,7 @@ def test_what_is_done_is_not_done_again(trained):
 
 @pytest.mark.parametrize("name", ["tiny", "hybrid"])
 def test_pair_whose_target_is_trained(name, tmp_path):
-    """By the command line."""
+    """The training runs from the command line."""
     command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", name, "--device", "cpu", "--smoke"]
     command += ["--out", tmp_path / "pair", "--work", tmp_path / "work"]
     command += ["--target-steps", "4", "--drafter-steps", "4"]
@@ -167,7 +167,7 @@ def test_pair_whose_target_is_trained(name, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "pair/target")
     ReferenceDrafter.from_pretrained(tmp_path / "pair/drafter")
 
-    # Its folder is not gone on in by another run.
+    # Another run must not continue in its folder.
     other = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=100)
     assert other.returncode == 2
     assert f"--work {tmp_path / 'work'}: is of a run of " in other.stderr and "'seed': 1" in other.stderr

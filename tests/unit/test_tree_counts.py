@@ -1,4 +1,4 @@
-"""What cycles with trees have accepted: added up on the device, and brought to the host now and then."""
+"""Statistics of cycles with trees: accumulated on the device, and copied to the host at intervals."""
 
 import torch
 
@@ -8,8 +8,10 @@ CANDIDATES = 2
 
 
 def serve(every: int, cycles: list[int]) -> list[AcceptedInTrees | None]:
-    """Cycles with trees of so many nodes, or without (0), each of which accepts its root and the first candidate; two
-    are in flight, as in overlap scheduling."""
+    """Run cycles with trees of these numbers of nodes, or 0 for none.
+
+    Each cycle accepts its root and the first candidate. Two cycles are in flight, as in overlap scheduling.
+    """
     counts = TreeCounts(CANDIDATES, every)
     totals = {size: torch.zeros(size + CANDIDATES, dtype=torch.int64) for size in cycles if size}
     seen = []

@@ -1,4 +1,4 @@
-"""The trees that a cycle grows are the oracle's, and those are the most probable beginnings of a block."""
+"""The trees of the cycle equal the oracle's, which are the most probable prefixes of a block."""
 
 import math
 from itertools import product
@@ -13,12 +13,12 @@ from sglang_dflash.types import Trees
 
 VOCAB = 40
 DEPTHS = 4
-# One of five pairs of tokens is in it, more or less.
+# About one of five pairs of tokens is in it.
 TEXT = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def rows(num_requests: int, seed: int = 0) -> torch.Tensor:
-    """[P, DEPTHS, VOCAB] log probabilities, of rows that are sure of a token and of rows that are not."""
+    """Return log probabilities [requests, DEPTHS, VOCAB], with certain and uncertain positions."""
     generator = torch.Generator().manual_seed(seed)
     sharpness = 6 * torch.rand(num_requests, DEPTHS, 1, generator=generator)
     return (sharpness * torch.randn(num_requests, DEPTHS, VOCAB, generator=generator)).log_softmax(dim=-1)
@@ -29,7 +29,7 @@ def drafts_of(log_probs: torch.Tensor, num_candidates: int, text: list[int] | No
 
 
 def paths_of(tree: Tree) -> set[tuple[int, ...]]:
-    """The tokens of every path from the root."""
+    """Return the tokens of every path from the root."""
     paths = [()]
     for node in range(1, len(tree.parents)):
         paths.append((*paths[tree.parents[node]], int(tree.tokens[node - 1])))
@@ -46,7 +46,7 @@ def test_the_oracles_are_the_most_probable(num_nodes, k):
     text, probs = Text(TEXT), log_probs.exp().tolist()
 
     def probability(path: tuple[int, ...]) -> float:
-        """Of a token that the text has behind the one before, e^2 times as much; and then of all tokens 1."""
+        """Return a path's probability. A token that the text has after the one before weighs e^2, before normalisation."""
         result = math.prod(probs[0][token] for token in path[:1])
         for i in range(1, len(path)):
             weights = [math.exp(2 * text.has(path[i - 1], token)) for token in best.indices[i].tolist()]
@@ -66,13 +66,13 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
     log_probs = rows(num_requests := 6)
     best = log_probs.topk(k, dim=-1)
     bonus, seq_lens = torch.arange(num_requests) + VOCAB, 10 + torch.arange(num_requests)
-    # Each request has a text of its own.
+    # Each request has its own text.
     lens = 50 * torch.arange(num_requests)
     tables = tables_of(torch.tensor([TEXT] * num_requests), lens)
     trees = Trees.empty(num_requests, num_nodes, "cpu")
     req_to_token = torch.arange(num_requests * 90, dtype=torch.int32).view(num_requests, 90)
     is_chain = torch.zeros(num_requests, dtype=torch.int64)
-    # Any number may be taken from all logits of a row.
+    # Any number may be subtracted from all logits of a position.
     logits, log_sums = best.values + 3, torch.full(best.values.shape[:2], 3.0)
     places = torch.arange(num_requests)
     ops.grow_trees(bonus, best.indices, logits, log_sums, tables, is_chain, seq_lens, places, req_to_token, trees)
@@ -87,13 +87,13 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
 
 
 def accepted_length(log_probs: torch.Tensor, wanted: list[int]) -> int:
-    """Of a target whose token after every node is that of its depth."""
+    """Return the number of accepted nodes, for a target whose token after a node is `wanted` at the node's depth."""
     tree = grow_tree(drafts_of(log_probs, 3), 12)
     return len(accept_path(tree, torch.tensor([wanted[depth] for depth in tree.depths])))
 
 
 def test_margins_say_how_far_another_length_is():
-    """Within it no change of the drafter's numbers changes what is accepted, and beyond it one does."""
+    """No smaller change of the drafter's numbers changes what is accepted, and some larger change does."""
     changed = 0
     generator = torch.Generator().manual_seed(1)
     for log_probs in rows(40, seed=1):
@@ -103,7 +103,7 @@ def test_margins_say_how_far_another_length_is():
         target_tokens = torch.tensor([wanted[depth] for depth in tree.depths])
         path = accept_path(tree, target_tokens)
         distance = margin(tree, path, target_tokens, drafts)
-        # Two sums are compared, of as many numbers as a path has, each of which may be off.
+        # Two sums of as many numbers as the path has are compared, and each number may be off.
         noise = 0.49 * distance / DEPTHS * (2 * torch.rand(log_probs.shape, generator=generator) - 1)
         assert accepted_length(log_probs + noise, wanted) == len(path)
         own = torch.zeros_like(log_probs)
