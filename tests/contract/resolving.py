@@ -1,5 +1,7 @@
-"""What becomes of a server's arguments: SGLang's own `ServerArgs`, resolved in this process as `launch_server` does it
-before it starts anything."""
+"""Resolution of a server's arguments in this process: SGLang's own `ServerArgs`, resolved as `launch_server` does.
+
+No server is started.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ DFLASH_ARGS = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path"
 
 
 def asked(**changes) -> ServerArgs:
-    """What a user says, and all that SGLang makes of it."""
+    """Arguments of a user, and everything that SGLang makes of them."""
     args = ServerArgs(**{"model_path": str(TARGET_DIR)} | DEVICE_ARGS | DFLASH_ARGS | changes)
     args.resolve_once()
     return args
 
 
 def resolve(**changes) -> ResolvedView:
-    """What a server goes by: every field of `ServerArgs`, as resolved."""
+    """Return every field of `ServerArgs` as resolved, which is what a server uses."""
     return resolved_view(asked(**changes))
 
 
@@ -45,11 +47,11 @@ def refusal(**changes) -> str:
 
 
 def checkpoint(source: Path, path: Path, config: dict | None = None, tensors: dict | None = None) -> str:
-    """A copy of one of the tiny pair's checkpoints.
+    """Copy one of the tiny pair's checkpoints, with changes.
 
     Args:
-        config: fields that replace those of `config.json`; None removes one.
-        tensors: tensors that replace those of the same name; None removes one.
+        config: fields that replace those of `config.json`; None removes a field.
+        tensors: tensors that replace those of the same name; None removes a tensor.
     """
     shutil.copytree(source, path)
     fields = json.loads((source / "config.json").read_text()) | (config or {})

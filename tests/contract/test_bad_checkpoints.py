@@ -1,5 +1,7 @@
-"""A drafter that is missing, makes no sense or does not fit its target: no server starts, and one sentence names the
-flag or field and its value."""
+"""A drafter that is missing, inconsistent or does not fit its target: no server starts.
+
+One sentence names the flag or field and its value.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_other_drafters(tmp_path, config, named):
     assert message.startswith(f"--speculative-draft-model-path {path} is ") and named in message
 
 
-# --- a drafter's tensors: what of them can be known before anything is loaded -----------------------------------------
+# --- a drafter's tensors that are found to be wrong before anything is loaded ----------------------------------------
 
 
 def test_wrong_tensors(tmp_path):
@@ -97,7 +99,7 @@ def test_wrong_tensors(tmp_path):
         "missing norm.weight [256]",
     ):
         assert problem in message
-    # Nobody reads them.
+    # Tensors that are never read.
     resolve(speculative_draft_model_path=path, speculative_draft_load_format="dummy")
 
 
@@ -108,7 +110,7 @@ def test_file_that_is_cut(tmp_path):
     assert refusal(speculative_draft_model_path=path).startswith(f"the tensors of {file} cannot be read: ")
 
 
-# --- a drafter that makes no sense, or was trained for another target -----------------------------------------------
+# --- a drafter that is inconsistent, or was trained for another target -----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_drafter_field(tmp_path, fields, named):
     ],
 )
 def test_drafter_layers(tmp_path, fields, named):
-    """Where transformers itself refuses the value, its sentence is passed on."""
+    """If transformers itself refuses the value, its sentence is passed on."""
     layers = json.loads((DRAFTER_DIR / "config.json").read_text())["num_hidden_layers"]
     if len(fields.get("layer_types", ())) == 3:
         fields = fields | {"layer_types": (fields["layer_types"] * layers)[:layers]}

@@ -1,4 +1,4 @@
-"""Requests to a real DFLASH server: what cannot be honoured gets a 4xx that says why, and nothing disturbs the next."""
+"""Bad requests to a real DFLASH server get a 4xx that says why, and do not disturb the next request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from serving import Server, Settings
 VOCAB_SIZE = 1024
 GREEDY = {"temperature": 0, "max_new_tokens": 24}
 GOOD = {"text": "    def has_header(self, sample):\n", "sampling_params": GREEDY}
-# Both have to be asked for before SGLang itself lets such requests through.
+# SGLang lets such requests through only if both are asked for.
 SETTINGS = Settings("requests", flags=(("enable-custom-logit-processor", True), ("enable-return-hidden-states", True)))
 
 
@@ -59,7 +59,7 @@ def server(tmp_path_factory):
 
 
 def post(server: Server, path: str, **content) -> requests.Response:
-    # A connection of its own: SGLang's 500s close theirs.
+    # A new connection, because SGLang's 500s close theirs.
     with requests.Session() as http:
         http.trust_env = False
         return http.post(f"{server._url}{path}", timeout=120, **content)
@@ -78,14 +78,14 @@ def good_text(server):
 
 @pytest.fixture
 def undisturbed(server, good_text):
-    """After the test, the next good request gets the answer it always gets."""
+    """Check after the test that the next good request gets its usual answer."""
     yield
     assert text_of(server, GOOD) == good_text
 
 
 @pytest.mark.parametrize("prompt", [{"input_ids": [5] * 300}, {"text": "x = 1\n" * 100}])
 def test_many_answers_to_one_prompt(server, prompt):
-    """However long it is."""
+    """The prompt may have any length."""
     response = post(server, "/generate", json=prompt | {"sampling_params": GREEDY | {"n": 17, "max_new_tokens": 2}})
     assert response.status_code == 200, response.text
     assert len(response.json()) == 17
@@ -196,7 +196,7 @@ NOT_SUPPORTED = {
     "beam_width": sampling(beam_width=4),
     "watermark": GOOD | {"watermark": {"enabled": True}},
     "watermark by its key": sampling(watermark={"key": "0" * 64}),
-    # Not well-formed: SGLang would unpack them, and end, when the request joins a batch.
+    # Invalid values that SGLang would unpack, and crash, when the request joins a batch.
     "custom_logit_processor": GOOD | {"custom_logit_processor": "{}"},
     "custom_logit_processor of no class": GOOD | {"custom_logit_processor": '{"callable": "00"}'},
     "custom_logit_processor of text": GOOD | {"custom_logit_processor": "x"},
@@ -220,7 +220,7 @@ def test_unsupported_is_refused_by_name(server, name):
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("name", REFUSED_POSITIONS)
 def test_scoring_at_some_tokens_is_refused(server, name):
-    """SGLang would answer with all tokens where there is speculation."""
+    """With speculation SGLang would return scores of all tokens."""
     asked = {"input_ids": [5, 6, 7], "return_logprob": True, "token_ids_logprob": [5], name: [1]}
     response = post(server, "/generate", json=asked | {"sampling_params": {"max_new_tokens": 0}})
     assert response.status_code == 400, response.text
@@ -255,7 +255,7 @@ def test_what_a_greedy_request_does_not_heed(server, good_text, params):
 
 @pytest.mark.usefixtures("undisturbed")
 def test_stop_regex_is_honoured(server, good_text):
-    """It ends the answer inside a block, where tokens after the match were accepted too."""
+    """The regex ends the answer inside a block, in which tokens after the match were accepted too."""
     middle = good_text[len(good_text) // 2]
     expected = good_text[: good_text.index(middle)]
     pattern = f"[{middle}]"
@@ -264,7 +264,7 @@ def test_stop_regex_is_honoured(server, good_text):
 
 @pytest.mark.usefixtures("undisturbed")
 def test_refused_beside_good_in_one_batch(server, good_text):
-    """Each request of a batch is judged alone, but one answer is an error, so the batch is: nothing of it lingers."""
+    """Each request of a batch is checked alone, but one error fails the batch. Nothing of the batch stays behind."""
     response = post(
         server,
         "/generate",
@@ -292,7 +292,7 @@ def cycles_of(server: Server) -> int:
 
 @pytest.mark.usefixtures("undisturbed")
 def test_tensors_are_the_targets(server):
-    """Here those of a layer that the drafter has too, by the same name and of the same shape."""
+    """The tensors are of a layer that the drafter has too, with the same name and shape."""
     tensors = load_file(TARGET_DIR / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
     assert tensors[name].shape == load_file(DRAFTER_DIR / "model.safetensors")[name.removeprefix("model.")].shape

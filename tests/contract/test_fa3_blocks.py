@@ -1,4 +1,4 @@
-"""SGLang's FA3 backend, its metadata and its slots, under this package's hook: all but FA3 itself.
+"""SGLang's FA3 backend with its metadata and slots, under this package's hook, with a replacement of FA3 itself.
 
 `tests/gpu/test_masks.py` runs FA3 too.
 """
@@ -18,7 +18,7 @@ CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET":
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_masks.py does the same with FA3")
 def test_masks(tmp_path):
-    """Blocks are attended to with every mask and with shared schedules, in one pool of slots and in two."""
+    """Blocks attend with every mask and with shared schedules, in one pool of slots and in two."""
     output = tmp_path / "errors.json"
     command = [sys.executable, SCRIPT, "fa3", "float32", "16", "8", "2", "64", output]
     run = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,4 @@
-"""SGLang's flags that say how layers are computed: where one does, kernels of our own stay out."""
+"""SGLang's flags that choose how layers are computed disable this package's kernels."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_flags(publish_server, flags, method):
 @pytest.mark.parametrize("norm_type", [RMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("flags", [{}, {"enable_deterministic_inference": True}], ids=["none", "deterministic"])
 def test_norms(publish_server, flags, norm_type):
-    """A norm comes to what it came to before, whatever it is called with."""
+    """A norm computes what it computed before, with any arguments."""
     publish_server(**flags)
     norm = norm_type(96, eps=1e-2)
     nn.init.normal_(norm.weight)
@@ -60,13 +60,13 @@ def test_norms(publish_server, flags, norm_type):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rounds there; tests/kernels and tests/gpu run its kernel")
 @pytest.mark.parametrize("mlp_type", [LlamaMLP, Qwen2MLP])
 def test_gated_mlp(publish_server, mlp_type):
-    """An MLP whose gate_up_proj activates its few rows comes to what it came to before, and with many rows too."""
+    """An MLP whose gate_up_proj activates few rows computes what it computed before, also with many rows."""
     publish_server()
     mlp = mlp_type(hidden_size=64, intermediate_size=96, hidden_act="silu")
     for parameter in mlp.parameters():
         nn.init.normal_(parameter, std=0.2)
     batches = [torch.randn(rows, 64) for rows in (1, small_m_linear.MAX_ROWS, small_m_linear.MAX_ROWS + 1)]
-    # One rank has nobody to reduce with.
+    # One rank has no other rank to reduce with.
     with get_parallel().override(tp_group=None):
         before = [mlp(batch) for batch in batches]
         small_m_linear.install(mlp)

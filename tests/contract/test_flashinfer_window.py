@@ -1,6 +1,6 @@
-"""What SGLang leaves out when it plans blocks for FlashInfer, and this package's hook puts in.
+"""This package's hook adds what SGLang leaves out of FlashInfer's plans of blocks.
 
-Runs SGLang's own `update_sliding_window` up to the call that the hook wraps; `tests/gpu/test_masks.py` runs kernels.
+The tests run SGLang's own `update_sliding_window` up to the hooked call. `tests/gpu/test_masks.py` runs the kernels.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ BLOCK = DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=16)
 
 
 def planned(spec_info, hooked: bool, deterministic: bool = False) -> list[tuple[int, int | None]]:
-    """`window_left` and `fixed_split_size` of the sliding and of the full layers' plan."""
+    """Return `window_left` and `fixed_split_size` of the sliding layers' plan and of the full layers' plan."""
     seen, slots = [], object()
 
     def plan(*arguments, **options):
@@ -57,13 +57,13 @@ def planned(spec_info, hooked: bool, deterministic: bool = False) -> list[tuple[
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_blocks(hooked):
-    """SGLang plans sliding layers without a window for blocks."""
+    """SGLang plans sliding layers without a window for blocks; the hook adds it."""
     assert planned(BLOCK, hooked) == [(WINDOW_LEFT if hooked else -1, None), (-1, None)]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_deterministic_blocks(hooked):
-    """And lets FlashInfer split their KV by the lengths of the batch."""
+    """SGLang lets FlashInfer split the KV by the lengths of the batch; the hook fixes the split size."""
     split = 2**31 - 1 if hooked else None
     assert planned(BLOCK, hooked, deterministic=True) == [(WINDOW_LEFT if hooked else -1, split), (-1, split)]
 

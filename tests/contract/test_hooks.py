@@ -1,4 +1,4 @@
-"""A DFLASH server runs with every hook of this package in effect, on the SGLang it was made for, or not at all."""
+"""A DFLASH server runs with every hook in effect, on the SGLang that the package was made for, or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ load_plugins()
 TESTS = Path(__file__).parents[1]
 ON_CPU = not torch.cuda.is_available()
 ALL_HOOKS = [*HOOKS, *(CPU_HOOKS if ON_CPU else FA3_HOOKS), *(FLASHINFER_HOOKS if is_flashinfer_available() else [])]
-# Without a GPU, FA3's are registered over what stands in for it, in processes that ask for that.
+# Without a GPU, FA3's hooks are registered over a replacement of FA3, in processes that ask for it.
 LOSABLE = [*ALL_HOOKS, *(FA3_HOOKS if ON_CPU else [])]
 
 # What a process of a server does first. `resolve(dflash=...)` completes the arguments of one server; `lose` has hooks
@@ -81,9 +81,10 @@ def in_turn(function, arguments):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs code after `PRELUDE`: its exit status, stdout and stderr.
+    """Return a function that runs code after `PRELUDE`, and returns its exit status, stdout and stderr.
 
-    Spawned, it imports what it needs, before the plugins are loaded and after; else SGLang was imported before.
+    With `spawn`, the code imports what it needs before and after plugins are loaded. Otherwise SGLang was imported
+    before.
     """
 
     def run(body: str, spawn: bool = False, **env: str) -> tuple[int, str, str]:
@@ -102,7 +103,7 @@ def last_line(stderr: str) -> str:
     return stderr.strip().splitlines()[-1]
 
 
-# --- the manifest ---------------------------------------------------------------------------------------------------
+# --- the hook table -------------------------------------------------------------------------------------------------
 
 
 def test_every_hook_is_in_effect():
@@ -117,23 +118,23 @@ def test_every_hook_says_why_and_until_when(hook):
 
 @pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target)
 def test_every_hook_takes_what_is_passed_by_name(hook):
-    """Callers name what they pass, some of them where DFLASH is not served."""
+    """Callers pass arguments by name, also where DFLASH is not served."""
     function = list(inspect.signature(hook.function).parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in function):
         return
-    # What SGLang has in front of its own: the function that is wrapped, or its result.
+    # Arguments that SGLang passes before the function's own: the wrapped function, or its result.
     names = [parameter.name for parameter in function][hook.kind in (HookType.AROUND, HookType.AFTER) :]
     expected = list(inspect.signature(pkgutil.resolve_name(hook.target)).parameters)
     if hook.kind is HookType.REPLACE:
-        # What a stand-in does not know it must not be given: a call that does fails.
+        # A replacement must not get arguments that it does not know; such a call fails.
         expected = expected[: len(names)]
-    # Of a method the first is never named.
+    # The first argument of a method is never passed by name.
     is_method = expected[:1] == ["self"]
     assert names[is_method:] == expected[is_method:]
 
 
 def test_hook_that_is_not_bound_is_found(monkeypatch):
-    """Registered after SGLang applied its hooks, so it never takes."""
+    """The hook is registered after SGLang has applied all hooks, so it has no effect."""
     late = hooks.Hook("sglang.srt.server_args.prepare_server_args", HookType.AROUND, lambda *args: None, "", "")
     gone = hooks.Hook("sglang.srt.no_such_module.function", HookType.AROUND, lambda *args: None, "", "")
     monkeypatch.setattr(hooks, "_registered", [*hooks._registered, late, gone])
@@ -145,7 +146,7 @@ def test_hook_that_is_not_bound_is_found(monkeypatch):
     )
 
 
-# Each hook alone would be a minute of SGLang applying the others. Those that check the others are lost alone too.
+# SGLang takes a minute to apply hooks, so most hooks are lost together. Hooks that check the others are lost alone too.
 LOST_AT_ONCE = {
     "nothing": [],
     "where arguments are resolved": [RESOLVE_ARGUMENTS],
@@ -195,7 +196,7 @@ def test_missing_cpu_plugin_stops_dflash_and_nothing_else(run_python):
 
 # --- another SGLang -------------------------------------------------------------------------------------------------
 
-# What was recorded was another function, and one that is gone.
+# The recorded source has another function, and one that SGLang does not have.
 OTHER_SOURCE = f"""
 from sglang_dflash.ledger import recorded
 recorded.SGLANG = "0.4.2"
@@ -230,7 +231,7 @@ def test_other_source_refuses_dflash_and_nothing_else(run_python):
 
 
 def test_other_version_with_the_same_source_serves_dflash(run_python):
-    """Servers that want something else compare nothing."""
+    """Servers without DFLASH do not compare the source."""
     body = """
 load_plugins()
 resolve(dflash=False)
@@ -242,7 +243,7 @@ print(json.dumps(resolve(dflash=True).speculative_algorithm))
     assert last_json(run_python(body)) == "DFLASH"
 
 
-# As if the package did not fit the SGLang it finds: the plugin raises, and SGLang goes on without it.
+# The package does not fit this SGLang: the plugin raises an error, and SGLang continues without it.
 BROKEN_PLUGIN = """
 sys.modules["sglang_dflash.hook_table"] = None
 load_plugins()
@@ -285,7 +286,7 @@ def test_plugin_that_does_not_load_refuses_dflash_in_each_place_and_nothing_else
 
 
 def test_scheduler_that_nothing_else_has_checked(run_python):
-    """Even where all hooks are lost that a server's arguments and its worker go by."""
+    """The scheduler refuses even if all hooks into arguments and the worker are lost."""
     lost = (CREATE_WORKER, RESOLVE_ARGUMENTS, GUARDED[0], "sglang.srt.arg_groups.speculative_hook._handle_dflash")
     start = "from sglang.srt.managers.scheduler import Scheduler; Scheduler(arguments(dflash=True), None)"
     _, _, stderr = run_python(f"lose(*{lost})\nload_plugins()\n{start}")
@@ -294,7 +295,7 @@ def test_scheduler_that_nothing_else_has_checked(run_python):
 
 
 def test_plugins_none_leaves_sglang_alone(run_python):
-    """`SGLANG_PLUGINS=none` is how a user gets the in-tree worker back."""
+    """`SGLANG_PLUGINS=none` lets users serve with the in-tree worker."""
     body = f"""
 import pkgutil
 load_plugins()

@@ -1,6 +1,6 @@
-"""The ledger has everything of SGLang that we build on, as it is installed; `python -m sglang_dflash.ledger` compares.
+"""The ledger lists everything of SGLang that the package builds on; `python -m sglang_dflash.ledger` compares it.
 
-What ours replaces, subclasses, reads by a private name or changes is read here from its source.
+The tests read the package's source for what it replaces, subclasses, reads by a private name or changes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MODULES = {
     for path in sorted(package.rglob("*.py"))
 }
 
-# Private names of others, and what is changed of theirs: FlashInfer's wrappers, transformers' configs and caches,
-# tokenizers, torch, named tuples.
+# Private names and changed attributes of others: FlashInfer's wrappers, transformers' configs and caches, tokenizers,
+# torch, named tuples.
 FLASHINFERS = {"_plan_info", "_int_workspace_buffer", "_float_workspace_buffer", "_pin_memory_int_workspace_buffer"}
 FLASHINFERS |= {"_cached_module", "run"}
 FOREIGN = FLASHINFERS | {"_name_or_path", "pre_tokenizer", "decoder"}
 FOREIGN |= {"_reorder_linear_weight", "_linear_pointwise", "_replace", "keys", "values"}
-# Of a class of ours that extends one of SGLang's.
+# Attributes of a class of ours that extends one of SGLang's.
 FOREIGN |= {"trees", "candidates"}
 
 
@@ -55,7 +55,7 @@ FOREIGN |= {"trees", "candidates"}
 
 
 def test_manifest_is_recorded():
-    """Otherwise: `python -m sglang_dflash.ledger --write`."""
+    """If it fails, run `python -m sglang_dflash.ledger --write`."""
     assert set(recorded.FINGERPRINTS) == set(manifest(hooked()))
     assert tuple((use.user, use.why, *use.symbols) for use in hooked()) == recorded.HOOKED
 
@@ -82,7 +82,7 @@ def is_recorded(symbol: str) -> bool:
 
 
 def knows(name: str) -> bool:
-    """Whether the ledger has an attribute of that name, or a class whose methods define or assign it."""
+    """Return whether the ledger has an attribute of that name, or a class whose methods define or assign it."""
     return any(symbol.endswith(f".{name}") for symbol in recorded.FINGERPRINTS) or any(
         INSTALLED.fingerprint(f"{symbol}.{name}") is not None for symbol in recorded.FINGERPRINTS if is_class(symbol)
     )
@@ -94,12 +94,12 @@ def is_class(symbol: str) -> bool:
 
 
 def knows_private(name: str) -> bool:
-    """Also one that SGLang adds to an object where it uses it."""
+    """Return whether the ledger has an attribute, also one that SGLang assigns outside of the object's class."""
     return knows(name) or any(name in line for symbol in recorded.FINGERPRINTS for line in INSTALLED.text(symbol))
 
 
 def imported(module: ast.Module) -> dict[str, str]:
-    """Dotted paths of what a module of ours imports from SGLang, by its name there."""
+    """Return the dotted paths of what a module of ours imports from SGLang, by local name."""
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(module)
@@ -109,7 +109,7 @@ def imported(module: ast.Module) -> dict[str, str]:
 
 
 def attributes(module: ast.Module) -> Iterator[ast.Attribute]:
-    """Those of other objects: neither of `self` or `cls`, nor of a module or class of ours or its own."""
+    """Yield the attributes of all objects but `self` and `cls`."""
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and not (
             isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -122,7 +122,7 @@ def is_private(name: str) -> bool:
 
 
 def test_every_hook_is_in_the_ledger():
-    """Also one that is registered past the lists of hooks."""
+    """Hooks that are registered outside of the lists of hooks count too."""
     ours = [
         target
         for target, hooks in HookRegistry._hooks.items()
@@ -166,7 +166,7 @@ def test_every_private_name_is_in_the_ledger():
 
 
 def test_every_private_name_that_is_inherited_is_in_the_ledger():
-    """`self._name` of a class of ours that SGLang's base class defines."""
+    """The names are `self._name` in our classes, defined by SGLang's base class."""
     own = set()
     for module in MODULES.values():
         for node in ast.walk(module):
@@ -213,7 +213,7 @@ RENAME = "def alloc_for_spec_decode(", "def alloc_for_decode_of_blocks("
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The files of the installed SGLang that the ledger is about, as a source that may be changed."""
+    """Return the files of the installed SGLang that the ledger covers, as a source that may be changed."""
     root = tmp_path / "sglang-next"
     for path in recorded.FILES:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def test_installed_sglang_is_the_same(capsys):
 
 
 def test_it_runs_without_sglang():
-    """Of a machine that has a wheel, and no SGLang: the first step of a port."""
+    """The first step of a port runs on a machine with a wheel and without SGLang."""
     code = f"""
 import sys
 sys.modules["sglang"] = sys.modules["torch"] = None
@@ -276,7 +276,7 @@ sys.exit(main([{INSTALLED.where!r}]))
 
 
 def test_another_version_with_the_same_source_is_the_same(capsys, tree):
-    """And so it is with another comment, which parsing has to find out."""
+    """Other comments do not count, which only parsing can show."""
     scheduler = tree / "sglang/srt/managers/scheduler.py"
     scheduler.write_text("# A comment.\n" + scheduler.read_text())
     for path in (str(tree), str(tree / "sglang"), wheel(tree, tree.parent / "sglang-0.9.9-py3-none-any.whl")):
@@ -325,7 +325,7 @@ def test_diff_of_what_has_changed(capsys, changed_tree):
         f"-    {old}:",
         f"+    {new}:",
     ]
-    # The other way round, as after the installation of a new SGLang.
+    # The other direction, as after the installation of a new SGLang.
     assert run(capsys, str(changed_tree), "--diff", "--base", INSTALLED.where) == (code, out, "")
 
 

@@ -1,4 +1,4 @@
-"""`launch_server` itself: a DFLASH server that cannot serve right ends, and its last words say why."""
+"""`launch_server` of a DFLASH server that cannot serve correctly ends, and its last output says why."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 
 def launch(tmp_path: Path, *flags: str, spawn: bool = False) -> str:
-    """What `launch_server` writes to stderr before it ends by itself, in error.
+    """Return what `launch_server` writes to stderr before it ends by itself with an error.
 
-    One that its main process refuses, and one that its scheduler does, are spawned as users' are.
+    One server that its main process refuses, and one that its scheduler refuses, are spawned as users' servers are.
     """
     port, claim = claim_port()
     arguments = ["-m", "sglang.launch_server", "--port", str(port), "--max-total-tokens", "4096"]
@@ -57,7 +57,7 @@ def test_server_with_wrong_hidden_size(tmp_path):
 
 @on_cpu
 def test_server_with_wrong_tensors(tmp_path):
-    """Every wrong tensor is named, in one sentence, by the loader, too, where nothing was read before."""
+    """The loader names every wrong tensor in one sentence too, if no headers were read before."""
     tensors = {
         "fc.weight": torch.zeros(256, 512),
         "norm.weight": None,

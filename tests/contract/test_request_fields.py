@@ -1,6 +1,6 @@
-"""Every field of a request is honoured, and proven so by a test, or refused, or nothing that a decoder could ignore.
+"""Every field of a request is honoured, as a test proves, or refused, or of no concern to a decoder.
 
-A field that a new SGLang adds fails the first test until somebody has decided what becomes of it.
+A field that a new SGLang adds fails the first test until somebody classifies it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_dflash.requests.validate import (
 
 TESTS = Path(__file__).parents[1]
 
-# Field -> the test that compares it with a server without speculation, or shows its refusal.
+# Field -> the test that compares it with a server without speculation, or shows that it is refused.
 PROVEN = {
     "rid": "e2e/test_pool.py::test_abort_in_mid_stream",
     "text": "contract/test_bad_requests.py::test_what_a_greedy_request_does_not_heed",
@@ -77,7 +77,7 @@ PROVEN = {
     "structural_tag": "e2e/test_requests.py::test_grammars",
     "beam_width": "contract/test_bad_requests.py::test_unsupported_is_refused_by_name",
 }
-# The front end takes them apart, or formats, counts, logs and routes by them; the scheduler's batches are without them.
+# The front end interprets these fields, or formats, counts, logs and routes by them. The scheduler's batches lack them.
 OF_THE_FRONT_END = {
     "sampling_params",
     "session_id",
@@ -95,14 +95,14 @@ OF_THE_FRONT_END = {
     "http_worker_ipc",
     "background",
     "conversation_id",
-    # Which parser reads a grammar; requests over HTTP cannot set it.
+    # It selects the parser of a grammar; requests over HTTP cannot set it.
     "ebnf_full_assistant",
     "routing_key",
     "routed_dp_rank",
     "data_parallel_rank",
     "lora_id",
 }
-# They are part of the prompt: the target's prefill has them, and the drafter sees only the features of a prompt.
+# Parts of the prompt: they affect the target's prefill, and the drafter only sees the features of a prompt.
 OF_THE_PROMPT = {
     "image_data",
     "video_data",
@@ -122,11 +122,11 @@ OF_THE_PROMPT = {
     "image_max_dynamic_patch",
     "video_max_dynamic_patch",
     "images_config",
-    # Which prompts share a prefix in the radix cache.
+    # They decide which prompts share a prefix in the radix cache.
     "extra_key",
 }
-# Without effect on a server that was not started with a flag that DFLASH refuses (`refusals.UNSUPPORTED`), or without
-# an output that it refuses.
+# Fields without effect unless the server has a flag that DFLASH refuses (`refusals.UNSUPPORTED`), or without an output
+# that DFLASH refuses.
 OF_WHAT_IS_REFUSED = {
     "sampling_logprobs_mode",
     "kv_hints",

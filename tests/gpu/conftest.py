@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Of the tiny pair: 60 of 20 to 200 tokens."""
+    """Return the tiny pair's prompts: 60 of 20 to 200 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
 
@@ -32,7 +32,7 @@ class Shared:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, compute: Callable[[], object]) -> object:
-        """What `compute` returned, a JSON object, to whoever asked for `name` first."""
+        """Return the JSON object that `compute` returned for the first caller with this `name`."""
         path = self._folder / f"{re.sub('[^A-Za-z0-9_.-]', '-', name)}.json"
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,10 @@
-"""Fill an Engine's KV pool with running requests until none is left for the next token, and write what came of it.
+"""Fill an Engine's KV pool with running requests until no slot is left for the next token, and write the results.
 
-usage: fill_pool.py ENGINE SHARES KINDS OUTPUT; ENGINE is a JSON object of `sglang.Engine`'s arguments. SHARES is a JSON
-list of two: of what each running request could have of the pool, the parts that a prompt and its answer take. KINDS is
-a JSON list of rounds: of each, sampling parameters (or `return_logprob`) that its requests get in turn. When a round
-has ended, a file with its number behind OUTPUT's name is there.
+usage: fill_pool.py ENGINE SHARES KINDS OUTPUT
+    ENGINE: JSON object with `sglang.Engine`'s arguments.
+    SHARES: JSON list of two: the parts of a running request's share of the pool that its prompt and its answer take.
+    KINDS: JSON list of rounds. A round lists sampling parameters (or `return_logprob`) that its requests get in turn.
+    OUTPUT: name of the output. When a round has ended, a file exists with the round's number appended to the name.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import sglang
 
-# Of the prompts; any target has them.
+# Tokens of the prompts, which any target has.
 VOCAB_SIZE = 1000
 
 
@@ -41,7 +42,7 @@ def main(arguments: str, shares: str, kinds: str, output: str) -> None:
             )
         )
         Path(f"{output}.{number}").touch()
-    # The cycle that was launched ahead of the last answer's end may still run: `Engine.flush_cache` gives up.
+    # The last cycle, which was launched ahead, may still run; `Engine.flush_cache` does not wait for it.
     assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
     deadline, used = time.monotonic() + 15, None
     while used != 0 and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""Generate from a shipped pair in an Engine of its own process, and print what came out as JSON.
+"""Generate from a shipped pair in an Engine in its own process, and write the results as JSON.
 
 usage: generate.py BACKEND DRAFT_BACKEND OUTPUT [--pair hybrid] [--varied-lengths] [--sampled] [--draft-window TOKENS]
     [--kv-cache-dtype DTYPE] [--adaptive] [--prefill-graphs BACKEND]
 
-DRAFT_BACKEND `none` is no speculation. BACKEND `default` leaves every flag of a server at its default.
+DRAFT_BACKEND `none` disables speculation. BACKEND `default` leaves every flag of a server at its default.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from models import hybrid, tiny
 
 PAIRS = {"tiny": tiny, "hybrid": hybrid}
-# Of the hybrid target: SGLang would take most of the memory for states.
+# State slots of the hybrid target. By default SGLang would give states most of the memory.
 STATES = {"tiny": {}, "hybrid": {"max_mamba_cache_size": 100}}
 NEW_TOKENS = 128
 
@@ -61,7 +61,7 @@ def main(
     prompts = [tokenizer(prompt)["input_ids"] for prompt in tiny.load_prompts()]
     drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95} if sampled else {}
     sampling = [
-        # Requests that end at different times take the running batch through every size.
+        # Requests that end at different times give the running batch every size.
         {"temperature": 0, "max_new_tokens": 16 * (1 + i % 8) if varied_lengths else NEW_TOKENS, "ignore_eos": True}
         | (drawn if i % 2 else {})
         for i in range(len(prompts))
@@ -77,7 +77,7 @@ def main(
         {
             "output_ids": out["output_ids"],
             "verify_ct": out["meta_info"].get("spec_verify_ct"),
-            # (log probability, token id, text) of the two best tokens at every position.
+            # (log probability, token id, text) of the best two tokens at every position.
             "top2": [[entry[0] for entry in best] for best in out["meta_info"].get("output_top_logprobs", [])],
         }
         for out in outputs

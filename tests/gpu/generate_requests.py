@@ -1,4 +1,4 @@
-"""Answer requests of every kind, in one batch, from the tiny pair in an Engine of its own process; write JSON.
+"""Answer requests of every kind in one batch, from the tiny pair in an Engine in its own process, and write JSON.
 
 usage: generate_requests.py greedy|seeded dflash|plain OUTPUT
 """
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR, load_prompts
 
-# `ignore_eos` is left out where a grammar ends: without speculation SGLang then writes a token past it.
+# Requests whose grammar ends have no `ignore_eos`: without speculation SGLang would write a token past the grammar.
 KINDS = {
     "greedy": [
         {},
@@ -40,7 +40,7 @@ def main(kind: str, mode: str, output: str) -> None:
         "speculative_draft_model_path": str(DRAFTER_DIR),
         "speculative_eagle_topk": 1,
     }
-    # Without speculation, overlap scheduling would apply penalties a token late.
+    # Without speculation, overlap scheduling would apply penalties one token late.
     plain = {"disable_overlap_schedule": True}
     engine = sglang.Engine(
         model_path=str(TARGET_DIR),
@@ -48,7 +48,7 @@ def main(kind: str, mode: str, output: str) -> None:
         dtype="float32" if kind == "seeded" else "bfloat16",
         attention_backend="triton",
         max_total_tokens=20_000,
-        # What SGLang takes is bounded by the tokens; the rest of the GPU may be in use by other tests.
+        # The token limit bounds SGLang's memory; other tests may use the rest of the GPU.
         mem_fraction_static=0.98,
         max_running_requests=NUM_REQUESTS,
         cuda_graph_bs_decode=[8, 16, 32],
@@ -61,7 +61,7 @@ def main(kind: str, mode: str, output: str) -> None:
     server_info = engine.get_server_info()["internal_states"][0]
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     kinds = [KINDS[kind][i % len(KINDS[kind])] for i in range(NUM_REQUESTS)]
-    # Without speculation, what a seed draws depends on whether another request of the batch has a filter.
+    # Without speculation, a seeded sample depends on whether another request of the batch has a filter.
     num_batches = len(KINDS[kind]) if mode == "plain" and kind == "seeded" else 1
     outputs = [{}] * NUM_REQUESTS
     for first in range(num_batches):

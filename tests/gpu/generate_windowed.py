@@ -1,8 +1,8 @@
-"""Generate from the windowed pair in an Engine of its own process, and print what came out as JSON.
+"""Generate from the windowed pair in an Engine in its own process, and write the results as JSON.
 
 usage: generate_windowed.py FOLDER BACKEND dflash|none OUTPUT
 
-FOLDER has `target/` and `drafter/`, as `windowed.write_windowed_pair` writes them.
+FOLDER has `target/` and `drafter/`, written by `windowed.write_windowed_pair`.
 """
 
 import json
@@ -16,7 +16,7 @@ LONG_ANSWER = "--- long answer ---"
 
 
 def main(folder: str, backend: str, mode: str, output: str) -> None:
-    # Not in the process of the tests, which take the prompts from here.
+    # Imported here because the process of the tests imports the prompts from this module.
     import sglang
 
     dflash = {
@@ -35,7 +35,7 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
         disable_prefill_cuda_graph=True,
         skip_tokenizer_init=True,
         skip_server_warmup=True,
-        # The pool of the sliding layers is a small part of the other's.
+        # The pool of the sliding layers is a small part of the other pool.
         swa_full_tokens_ratio=0.1,
         log_level="info",
         decode_log_interval=5,
@@ -43,7 +43,7 @@ def main(folder: str, backend: str, mode: str, output: str) -> None:
     )
     options = {} if mode == "dflash" else {"return_logprob": True, "top_logprobs_num": 2}
     answers = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING, **options)
-    # What the scheduler logs from here on is about one long answer.
+    # From here on the scheduler's log is about one long answer.
     print(LONG_ANSWER, file=sys.stderr, flush=True)
     engine.generate(input_ids=PROMPTS[1], sampling_params=SAMPLING | {"max_new_tokens": 900})
     described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")

@@ -1,4 +1,4 @@
-"""`--enable-deterministic-inference` with seeds: the same tokens, whatever else is in the batch, on every backend."""
+"""`--enable-deterministic-inference` with seeds gives the same tokens in every batch, on every backend."""
 
 import pytest
 from support.engine_process import run
@@ -14,7 +14,7 @@ ENGINE = {
     "enable_deterministic_inference": True,
     "max_total_tokens": 40_000,
     "max_running_requests": 16,
-    # Prompts come whole, alone and beside others.
+    # Prompts are prefilled whole, alone and with others.
     "chunked_prefill_size": 32_768,
     "mem_fraction_static": 0.98,
     "cuda_graph_bs_decode": [1, 4, 16],
@@ -22,7 +22,7 @@ ENGINE = {
     "skip_server_warmup": True,
 }
 NUM_REQUESTS, NEW_TOKENS = 4, 200
-# Of so many tokens, FlashInfer would cut the KV of 16 requests into other chunks than that of one.
+# With this many tokens, FlashInfer would split the KV of 16 requests differently than the KV of one.
 PROMPT_LEN = 1400
 KINDS = [
     {"temperature": 1.0},

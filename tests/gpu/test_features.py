@@ -1,8 +1,8 @@
-"""What a scheduler does to running requests, on fa3 and flashinfer in bf16: their text is that of the target alone.
+"""Scheduling of running requests on fa3 and flashinfer in bf16: the text is the target's own.
 
-Prompts come in chunks, some from the radix cache; requests are retracted every few steps, are aborted beside others,
-and run into the context limit beside others. One Engine with DFLASH goes through all of it, and one without speculation
-answers the same requests undisturbed.
+Prompts are prefilled in chunks, some from the radix cache. Requests are retracted every few steps, aborted, or run into
+the context limit while others continue. One Engine with DFLASH goes through all of it. One without speculation answers
+the same requests undisturbed.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from support.ties import describe_difference, first_difference
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 
-# No whole pages of any size below, and no whole tiles of any kernel.
+# Not a multiple of any page size below, nor of any kernel's tile.
 CONTEXT = 601
 ENGINE = {
     "model_path": str(TARGET_DIR),
@@ -40,7 +40,7 @@ TIE = 0.25
 
 
 def calls(prompts: list[list[int]]) -> dict[str, dict]:
-    """Arguments of `Engine.generate` by what they are for; 8 requests each."""
+    """Return arguments of `Engine.generate` by purpose; 8 requests each."""
     text = sum(prompts, [])
 
     def call(inputs: list[list[int]], new_tokens: list[int]) -> dict:
@@ -51,10 +51,10 @@ def calls(prompts: list[list[int]]) -> dict[str, dict]:
     long = [text[500 * i : 500 * i + 480 + 7 * i] for i in range(4)]
     return {
         "several at once": call(some, [100 - 8 * i for i in range(8)]),
-        # Their prompts are in the radix cache by now, with what was answered.
+        # Their prompts and the first answers are in the radix cache by now.
         "again": call([[*prompt, 300 + i] for i, prompt in enumerate(some)], [60] * 8),
         "in chunks": call([*long, *prompts[8:12]], [40] * 8),
-        # Long ones end where the context does, at the same time, and short ones go on beside them.
+        # Long requests end at the context limit at the same time, and short ones continue.
         "to the limit": call([*long, *prompts[12:16]], [CONTEXT - len(p) for p in long] + [200] * 4),
         "beside aborted ones": call(prompts[16:24], [150] * 8),
     }

@@ -1,6 +1,6 @@
 """Targets with Gated DeltaNet layers on a GPU, with random weights and drafts that are their own text with errors.
 
-In bf16, up to ties: SGLang's kernels for their prompts take no float32. tests/e2e has them in float32, on a CPU.
+They run in bf16, up to ties, because SGLang's kernels for prompts take no float32. tests/e2e runs float32 on a CPU.
 """
 
 import json
@@ -27,12 +27,12 @@ ENGINE = {
     "enable_multimodal": False,
 }
 DFLASH = {"speculative_algorithm": "DFLASH", "mamba_track_interval": INTERVAL}
-# Of heads, as published models have them.
+# Sizes of heads in published models.
 SIZES = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 BACKENDS = ["fa3", "flashinfer", "triton"]
 ARCHITECTURES = ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
 NEW_TOKENS = 170
-# Tokens of a text, behind its prompt, from which it is continued.
+# Tokens of a text after its prompt, from which it is continued.
 CUTS = (NEW_TOKENS, NEW_TOKENS - 1, NEW_TOKENS - 16)
 CONTINUED = 50
 # Requests lose their slots now and then, and are prefilled again.
@@ -44,32 +44,32 @@ RETRACTED = {
 
 
 def call(prompts: list[list[int]], num_tokens: int) -> dict:
-    """Arguments of `Engine.generate`."""
+    """Return arguments of `Engine.generate`."""
     sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
     return {"input_ids": prompts, "sampling_params": [sampling] * len(prompts)}
 
 
 class Case:
-    """A target's own text, and what it is with DFLASH."""
+    """A target's own text, and its text with DFLASH."""
 
     def __init__(self, folder: Path, architecture: str, backend: str) -> None:
         self._folder = folder
         has_experts = architecture != ARCHITECTURES[0]
         self.tie = TIE_OF_EXPERTS if has_experts else TIE
-        # A random target is unsure of every token, and bf16 leaves ties in most of its texts.
+        # A random target is uncertain about every token, and bf16 creates ties in most of its texts.
         self.identical_share = 0.05 if has_experts else 0.15
         target = hybrid.write_target(folder / "target", architecture, **SIZES)
         self._drafter = hybrid.write_drafter(folder / "drafter", head_dim=SIZES["head_dim"])
         self._engine = ENGINE | {"dtype": "bfloat16", "attention_backend": backend, "model_path": str(target)}
 
     def write(self, prompts: list[list[int]], num_tokens: int) -> list[dict]:
-        """The target's own text."""
+        """Return the target's own text."""
         asked = call(prompts, num_tokens) | {"return_logprob": True, "top_logprobs_num": 2}
         [answers], _ = run(self._folder, self._engine, [asked], {})
         return answers
 
     def draft(self, calls: list[dict], texts: list[list[int]], flags: dict, env: dict) -> tuple[list, dict]:
-        """The answers to calls; texts: the drafts of each of their prompts, behind it."""
+        """Return the answers to calls. `texts`: the drafts for each of their prompts, after the prompt."""
         prompts = [prompt for each in calls for prompt in each["input_ids"]]
         known = [{"input_ids": p, "output_ids": d} for p, d in zip(prompts, texts, strict=True)]
         path = self._folder / "drafts.json"
@@ -82,14 +82,14 @@ class Case:
 
 
 def part_of(plain: dict, begin: int, num_tokens: int) -> dict:
-    """What an answer has of those tokens."""
+    """Return a part of an answer: its tokens and their log probabilities."""
     span = slice(begin, begin + num_tokens)
     top = plain["meta_info"]["output_top_logprobs"][span]
     return {"output_ids": plain["output_ids"][span], "meta_info": {"output_top_logprobs": top}}
 
 
 def lead(want: dict, got: dict) -> float:
-    """Of the best token over the second, in nats, where two answers part."""
+    """Return the lead of the best token over the second, in nats, where two answers differ."""
     best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][first_difference(want, got)][:2])
     return best - second
 
@@ -97,7 +97,7 @@ def lead(want: dict, got: dict) -> float:
 def check_texts(case: Case, flags: dict, env: dict) -> None:
     prompts = [hybrid.prompt_of(length, length) for length in (1, 63, 64, 65, 129, 301, 20, 200)]
     plain = case.write(prompts, NEW_TOKENS + CONTINUED)
-    # Texts that repeat themselves would hide what a state has.
+    # Texts that repeat would not depend on a state's content.
     assert sum(len(set(answer["output_ids"])) > 60 for answer in plain) >= len(prompts) / 2
     written = [call(prompts, NEW_TOKENS)]
     for cut in CUTS:
@@ -109,7 +109,7 @@ def check_texts(case: Case, flags: dict, env: dict) -> None:
     answers, described = case.draft(written, texts, flags, env)
 
     states = described["recurrent_states"]
-    # Of a state for each of a block's tokens.
+    # The bytes of one state for each token of a block.
     dense = hybrid.BLOCK_SIZE * states["bytes_per_slot"]
     assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * dense
     same, hits, leads = 0, 0, [0.0]
@@ -127,7 +127,7 @@ def check_texts(case: Case, flags: dict, env: dict) -> None:
         f"{hits} of {len(CUTS) * len(prompts)} from the cache"
     )
     assert same >= case.identical_share * len(texts)
-    # Retracted requests may have lost theirs.
+    # Retracted requests may have lost their cached tokens.
     assert hits >= (0.25 if env else 0.75) * len(CUTS) * len(prompts)
 
 
@@ -156,7 +156,7 @@ def test_other_cycles(flags, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wrong_drafts_leave_nothing(backend, tmp_path):
-    """512 blocks, of each of which nothing is accepted."""
+    """Nothing is accepted of any of 512 blocks."""
     prompts = [hybrid.prompt_of(77, 5)]
     case = Case(tmp_path, ARCHITECTURES[0], backend)
     [plain] = case.write(prompts, 513)
@@ -175,8 +175,10 @@ def test_wrong_drafts_leave_nothing(backend, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accept_len", [1, 5, 16])
 def test_states_are_those_of_decoding(accept_len):
-    """After 512 tokens of the same inputs, in bf16: SGLang's decoding kernel against blocks, of which so many tokens
-    are accepted and the others are anything."""
+    """After 512 tokens of the same inputs in bf16, SGLang's decoding kernel and blocks give the same states.
+
+    `accept_len` tokens of each block are accepted, and the others are random.
+    """
     from sglang.kernels.ops.attention.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode
 
     from sglang_dflash import ops
@@ -240,6 +242,6 @@ def test_states_are_those_of_decoding(accept_len):
     distance = (states.temporal[0] - decoded).norm() / decoded.norm()
     apart = (torch.stack(outputs) != torch.stack(verified)).float().mean()
     print(f"\n{accept_len} accepted: states {distance:.1e} apart, {apart:.2%} of outputs rounded otherwise")
-    # Sums in another order; a strength that is not rounded would be 1e-3 apart.
+    # Sums have another order. A strength that is not rounded would differ by 1e-3.
     assert distance < 1e-5
     assert apart < 1e-2

@@ -1,6 +1,6 @@
-"""Every mask of a drafter layer, on every backend that draws it on a GPU, against a dense float64 reference.
+"""Every mask of a drafter layer, on every backend that supports it on a GPU, against a dense float64 reference.
 
-Each is drawn without a CUDA graph and in a replayed one.
+Each is computed without a CUDA graph and in a replayed one.
 """
 
 import json
@@ -12,10 +12,10 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "masks.py"
 
-# SGLang ships fa3's kernels for these two dtypes, but not every build of it has both.
+# SGLang has FA3's kernels for these two dtypes, but not every build has both.
 DTYPES = {"fa3": "bfloat16", "flashinfer": "float16", "triton": "float16"}
-# Four times what the dtype makes of an output by rounding it; attention also rounds the weights of the keys. One key
-# more or less in any of the masks moves some outputs by over 0.25.
+# Four times the error of rounding an output; attention also rounds the weights of keys. One key more or less changes
+# some outputs by over 0.25 in every mask.
 TOLERANCES = {"bfloat16": 2**-6, "float16": 2**-9}
 
 
@@ -34,12 +34,12 @@ def test_masks(backend, page_size, heads, kv_heads, head_dim, tmp_path):
     print(f"\n{backend} in {dtype}, page {page_size}: {errors}")
     wrong = {mask: error for mask, error in errors.items() if mask.startswith(("refused: ", "in-tree: "))}
     right = {mask: error for mask, error in errors.items() if mask not in wrong}
-    # FlashInfer draws no right side of a window narrower than the block; and in SGLang's own plan row j of a block sees
-    # up to j keys too many.
+    # FlashInfer cannot limit the right side of a window that is narrower than the block. In SGLang's own plan, row j of
+    # a block sees up to j keys too many.
     narrow, in_tree = {"refused: sliding 8, causal=False"}, {f"in-tree: sliding {w}, causal=True" for w in (8, 50)}
     assert set(wrong) == (narrow | in_tree if backend == "flashinfer" else set())
     eager = {mask for mask in right if not mask.startswith("replayed: ")}
-    # 4 of them where sliding layers have a pool of their own.
+    # 4 masks with a separate pool for sliding layers.
     assert len(eager) == (11 if backend == "flashinfer" else 12)
     assert set(right) == eager | {f"replayed: {mask}" for mask in eager}
     assert max(right.values()) < TOLERANCES[dtype]

@@ -1,5 +1,7 @@
-"""SGLang's own sizing of the KV pool, with the drafter's and the cycles' memory counted in: a full pool leaves the GPU
-memory to work with, whatever its requests ask for."""
+"""SGLang's own sizing of the KV pool, with the drafter's and the cycles' memory counted in.
+
+A full pool leaves enough GPU memory for requests of every kind.
+"""
 
 import json
 import os
@@ -15,8 +17,8 @@ from models.tiny import TARGET_DIR
 SCRIPT = Path(__file__).with_name("fill_pool.py")
 RUNNING = 256
 HEAD_DIM, KV_HEADS, LAYERS, DRAFT_LAYERS = 128, 64, 16, 3
-# KV heads as many as few targets have: over half a megabyte per token, so that the pool is soon full. The vocabulary is
-# Qwen3's, whose logits are what verification needs most memory for.
+# More KV heads than most targets: over half a megabyte per token, so that the pool is soon full. The vocabulary is
+# Qwen3's, whose logits take most of verification's memory.
 SHAPE = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
@@ -38,7 +40,7 @@ ENGINE = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "disable_prefill_cuda_graph": True,
-    # Requests are admitted as if they would end early, so that the pool runs full.
+    # Requests are admitted as if they would end early, so that the pool becomes full.
     "schedule_conservativeness": 0.3,
 }
 # SGLang's own check of its pool, which ends an Engine that has lost a slot.
@@ -46,7 +48,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
 def write_configs(folder: Path) -> dict:
-    """Configs of a target and a drafter, whose weights are dummies; the Engine's arguments that name them."""
+    """Write configs of a target and a drafter with dummy weights. Return the Engine's arguments that name them."""
     target = SHAPE | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": LAYERS}
     drafter = SHAPE | {
         "architectures": ["DFlashDraftModel"],
@@ -67,7 +69,7 @@ def write_configs(folder: Path) -> dict:
 
 
 def free_memory() -> int:
-    """MiB that no process on the first visible GPU uses, without a CUDA context of our own."""
+    """Return the free MiB of the first visible GPU, without creating a CUDA context."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id", device]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
@@ -76,7 +78,7 @@ def free_memory() -> int:
 def fill(
     folder: Path, engine: dict, shares: tuple[float, float], rounds: list[list[dict]], environment: dict
 ) -> tuple[dict, list[int]]:
-    """What `fill_pool.py` writes, and the least memory that was free, in MiB, in each of its rounds."""
+    """Return what `fill_pool.py` writes, and the least free memory in MiB in each of its rounds."""
     output, log = folder / "result.json", folder / "log.txt"
     arguments = (json.dumps(each) for each in (ENGINE | engine | write_configs(folder), shares, rounds))
     command = [sys.executable, SCRIPT, *arguments, output]
@@ -97,7 +99,7 @@ def fill(
 
 def assert_served(result: dict) -> None:
     for of_round in result["rounds"]:
-        # Requests are put back when the next block of one has no slots any more.
+        # Requests are retracted when there are no slots for the next block of one.
         assert of_round["num_retractions"] > 0
         assert all(reason["type"] == "length" for reason in of_round["finished"])
         assert of_round["output_lens"] == [result["new_tokens"]] * (result["running"] + result["running"] // 4)
@@ -106,10 +108,10 @@ def assert_served(result: dict) -> None:
 
 @pytest.mark.gpu
 def test_full_pool(tmp_path):
-    # Sampled rows need the most memory beside the pool. If they ignored EOS, SGLang would keep room for whole answers;
-    # without a tokenizer there is none.
+    # Sampled requests need the most memory besides the pool. With ignore_eos SGLang would reserve slots for whole
+    # answers; without a tokenizer there is no EOS.
     rounds = [[{"temperature": 1.0, "top_p": 0.9}]]
-    # So few, and answers so long, that none ends before all have begun.
+    # So few requests with such long answers that none ends before all have begun.
     engine = {"skip_tokenizer_init": True, "max_running_requests": 64}
     # Drafts of dummy weights are all wrong.
     environment = STRICT | {"SGLANG_SIMULATE_ACC_LEN": "8"}
@@ -130,7 +132,7 @@ MANY = {
     "max_running_requests": RUNNING,
     "cuda_graph_bs_decode": [8, 64, RUNNING],
 }
-# Until their length, whatever they draw.
+# Answers end at their length, with any tokens.
 LONG = {"ignore_eos": True}
 PLAIN = [LONG | {"temperature": 0}, LONG | {"temperature": 1.0, "top_p": 0.9}]
 OVERRULED = [
@@ -147,17 +149,20 @@ OVERRULED = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_seeded", [False, True], ids=["unseeded", "seeded"])
 def test_requests_of_every_kind(tmp_path, is_seeded):
-    """256 requests that SGLang's sampler chooses for take more memory than as many that the graph chooses for, but no
-    more than was left for that when the pool was sized, and what SGLang itself keeps of penalties and biases."""
+    """256 requests that need SGLang's sampler take more memory than 256 that the graph samples.
+
+    They take no more than the memory that was reserved for it when the pool was sized, and what SGLang itself keeps
+    for penalties and biases.
+    """
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
     seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
     overruled = [kind | LONG | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
     environment = STRICT | {
-        # What is free is then what is not needed: blocks of one size do not wait for others of that size.
+        # Free memory is then memory that is not needed: no cached block waits for a request of its size.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
 
-    # Answers so short that this takes some minutes.
+    # Answers so short that the test takes some minutes.
     rounds = [PLAIN, [*PLAIN, *overruled], overruled]
     result, least_free = fill(tmp_path, engine, (0.92, 0.13), rounds, environment)
 

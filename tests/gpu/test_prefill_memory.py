@@ -1,4 +1,4 @@
-"""The context of a long prompt is appended in bounded memory, and without the host waiting for the GPU."""
+"""The context of a long prompt is appended in bounded memory, without the host waiting for the GPU."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_prefill_memory(tmp_path):
     cut, whole = result["peak_bytes"]
     print(f"\n{ROWS} rows: {cut / 2**20:.0f} MiB in {result['chunks'][0]} chunks, {whole / 2**20:.0f} MiB in one piece")
     assert cut < LIMIT
-    # Or the measurement would not see what the chunks save.
+    # Otherwise the measurement would not show what the chunks save.
     assert whole > LIMIT
-    # bf16 rounds hidden states between two matrix products, which split their sums by the number of rows.
+    # bf16 rounds hidden states between two matrix products, whose sums are split by the number of rows.
     assert result["error"] < 2e-2

@@ -1,4 +1,4 @@
-"""Quantised targets on a GPU: lossless up to ties of the quantised target, and the drafter still guesses it well."""
+"""Quantised targets on a GPU: lossless up to ties of the quantised target, with nearly the same acceptance."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ DFLASH = {
     "speculative_draft_model_path": str(DRAFTER_DIR),
     "speculative_eagle_topk": 1,
 }
-# Where bf16's rounding moves an activation across a boundary of fp8, it moves by a step of up to an eighth: two logits
-# may change places over twice the distance that bf16 alone allows (0.25).
+# If bf16's rounding moves an activation across a boundary of fp8, the step is up to an eighth. So two logits may change
+# places over twice the distance that bf16 alone allows (0.25).
 TIE = 0.5
 
 
 def write_target_with_fp8_head(path):
-    """The tiny pair's target as ModelOpt would export it with nothing but the lm_head in fp8."""
+    """Write the tiny pair's target as ModelOpt would export it with only the lm_head in fp8."""
     shutil.copytree(TARGET_DIR, path)
     config = json.loads((path / "config.json").read_text())
     config["tie_word_embeddings"] = False
@@ -42,7 +42,7 @@ def write_target_with_fp8_head(path):
     head = tensors["model.embed_tokens.weight"].float()
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = head.abs().max() / largest
-    # No row of a norm exceeds the root of its size, times the weight.
+    # No output of a norm exceeds the root of its size, times the weight.
     largest_input = tensors["model.norm.weight"].float().abs().max() * config["hidden_size"] ** 0.5
     tensors |= {
         "lm_head.weight": (head / scale).to(torch.float8_e4m3fn),
@@ -83,6 +83,6 @@ def test_lossless_up_to_ties(quantized, tmp_path):
     identical = f"{same} of {len(plain)} identical, ties up to {widest:.3f}"
     print(f"\n{quantized} in fp8: {identical}, {tokens_per_cycle:.3f} tokens per cycle")
     assert widest <= TIE
-    # Unquantised, it is 4.33.
+    # The unquantised target has 4.33.
     assert tokens_per_cycle > 3.5
     assert same > len(plain) / 5

@@ -1,4 +1,4 @@
-"""Requests of every kind on a GPU: penalties, grammars, processors, log probabilities, seeded sampling."""
+"""Requests of every kind on a GPU: penalties, grammars, logit processors, log probabilities, seeded sampling."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from support.ties import first_difference
 
 HERE = Path(__file__).parent
 
-# How far bf16 may move a log probability, and two of them towards each other: the target's logits reach 32 to 64, where
-# neighbouring bf16 numbers are 0.25 apart. Most are moved far less.
+# Largest error of a log probability in bf16, and of the distance of two. The target's logits reach 32 to 64, where
+# neighbouring bf16 numbers are 0.25 apart. Most errors are much smaller.
 TIE = 0.25
 MEAN_ERROR = 0.02
-# And float32: the order of sums differs between decoding and verification. Triton multiplies in TF32 otherwise.
+# The same in float32: decoding and verification sum in another order. Triton must not multiply in TF32.
 EXACT_ERROR = 1e-3
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 
@@ -23,7 +23,7 @@ IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 @pytest.fixture
 def answers(tmp_path):
     def of(kind: str) -> list[tuple[dict, dict]]:
-        """Pairs of answers, without speculation and with DFLASH."""
+        """Return pairs of answers, without speculation and with DFLASH."""
         found = {}
         for mode in ("plain", "dflash"):
             output = tmp_path / f"{kind}-{mode}.json"
@@ -40,9 +40,9 @@ def answers(tmp_path):
 
 @pytest.mark.gpu
 def test_greedy(answers):
-    """In bf16: the same tokens up to the first tie, and up to there the same log probabilities.
+    """In bf16 the tokens are the same up to the first tie, and so are the log probabilities before it.
 
-    Both are those after penalties, biases, processors and grammars, so a tie is one between tokens to choose from.
+    Log probabilities are those after penalties, biases, processors and grammars. So a tie is between allowed tokens.
     """
     same, errors = 0, []
     for want, got in answers("greedy"):
@@ -63,9 +63,9 @@ def test_greedy(answers):
 
 @pytest.mark.gpu
 def test_seeded(answers):
-    """In float32: the draw is the same, unless it lies within rounding of the boundary between two tokens.
+    """In float32 the samples are the same, unless a sample is within rounding of the boundary between two tokens.
 
-    Rounding moves log probabilities by some 1e-5, and so a boundary across one in about 1e5 draws; there are 1920.
+    Rounding changes log probabilities by about 1e-5. So it affects about one sample in 1e5, and there are 1920.
     """
     pairs = answers("seeded")
     errors, partings = [], []

@@ -12,10 +12,10 @@ from support.sampled import FIRST, NUM_NEW, SETTINGS, START, TABLE, VOCAB, p_val
 # Continuations of each setting.
 NUM_WANTED = 200_000
 NUM_RUNNING, NUM_CHAINS, CHAIN_LENGTH = 512, 1024, 1900
-# Where the distribution depends on all that was generated, each continuation takes a request.
+# Requests of settings whose distribution depends on all generated tokens: one continuation per request.
 ALONE = ("penalties", "repetition, bias and stop")
-# An Engine answers some 400 requests per second, whatever its GPU, and waits for its host between cycles: several share
-# the work.
+# An Engine answers about 400 requests per second on any GPU, and waits for its host between cycles. So several Engines
+# share the work.
 NUM_ENGINES = 4
 # One false alarm in 900 runs of this file.
 SIGNIFICANCE = 1e-4
@@ -41,14 +41,14 @@ def pair(tmp_path_factory):
 
 
 def call(name: str, num_prompts: int, new_tokens: int) -> dict:
-    """Arguments of `Engine.generate`: `FIRST` follows each prompt, and what comes before makes drafts differ."""
+    """Return arguments of `Engine.generate`. `FIRST` follows each prompt; the tokens before it make drafts differ."""
     draw = random.Random(0)
     prompts = [[*draw.choices(range(VOCAB), k=draw.randint(0, 9)), START] for _ in range(num_prompts)]
     return {"input_ids": prompts, "sampling_params": SETTINGS[name] | {"max_new_tokens": new_tokens}}
 
 
 def continuations(output_ids: list[int]) -> list[list[int]]:
-    """What follows `FIRST`, again and again: each is independent of all that came before it."""
+    """Return what follows each `FIRST`. Every such continuation is independent of the tokens before it."""
     found, i = [], 0
     while i + NUM_NEW < len(output_ids):
         if output_ids[i] == FIRST:
@@ -60,7 +60,7 @@ def continuations(output_ids: list[int]) -> list[list[int]]:
 
 
 def check(name: str, answers: list[dict]) -> torch.Tensor:
-    """Continuations in these answers, [N, NUM_NEW], which have the distribution."""
+    """Return the continuations in these answers, [continuations, NUM_NEW]; check that they have the distribution."""
     found = [continuations(answer["output_ids"]) for answer in answers]
     tokens = torch.tensor(list(itertools.chain.from_iterable(found)))
     decoded = sum(len(answer["output_ids"]) - 1 for answer in answers)
@@ -68,7 +68,7 @@ def check(name: str, answers: list[dict]) -> torch.Tensor:
     p = p_value(SETTINGS[name], tokens)
     print(f"\n{name}: {len(tokens)} continuations, {decoded / cycles:.2f} tokens per cycle, p = {p:.4f}")
     assert len(tokens) >= NUM_WANTED
-    # Drafts are kept, and drafts are refused.
+    # Some drafts are accepted and some are refused.
     assert 1.1 < decoded / cycles < 3.5
     assert p > SIGNIFICANCE
     return tokens
@@ -91,7 +91,7 @@ def test_distribution(pair, tmp_path):
         for number, of_calls in enumerate(threads.map(answers, range(NUM_ENGINES))):
             of_engine = zip(names[number::NUM_ENGINES], of_calls, strict=True)
             tokens |= {name: check(name, of_one) for name, of_one in of_engine}
-    # The test would notice if one unlikely draft in a hundred were kept without asking.
+    # The test would notice if one unlikely draft in a hundred were accepted without a check.
     biased = tokens["temperature 1"].clone()
     biased[::100, 0] = TABLE[FIRST].argmin()
     assert p_value(SETTINGS["temperature 1"], biased) < SIGNIFICANCE

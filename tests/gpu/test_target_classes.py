@@ -1,7 +1,7 @@
-"""Targets of every class, with random weights and drafts that are their own continuation, an error now and then.
+"""Targets of every class, with random weights and drafts that are their own continuation with some errors.
 
-So every row of a block and every acceptance length counts. In float32 on triton, where nothing depends on a batch, the
-text is the same to the last token, in as many cycles as the errors make; in bf16 on the other backends up to ties.
+So every token of a block and every acceptance length matters. In float32 on triton nothing depends on the batch: the
+text is identical, in the number of cycles that follows from the errors. In bf16 on other backends it is, up to ties.
 """
 
 import pytest
@@ -16,7 +16,7 @@ ENGINE = {
     "disable_prefill_cuda_graph": True,
     "skip_server_warmup": True,
 }
-# As servers of tests/e2e are started on a GPU, so that nothing rounds otherwise in a larger batch.
+# As servers of tests/e2e are started on a GPU, so that larger batches do not round differently.
 EXACT = {"attention_backend": "triton", "enable_deterministic_inference": True}
 EXACT_ENV = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "1"}
 
@@ -42,8 +42,11 @@ def test_up_to_ties(name, backend, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if not target.has_experts])
 def test_trees_exact(name, tmp_path):
-    """More nodes than a block has rows. Servers that verify trees cannot be deterministic ones: rounding depends on the
-    size of a batch, by far less than what float32 logits of different tokens are apart."""
+    """The tree has more nodes than a block has tokens.
+
+    Servers that verify trees cannot be deterministic: rounding depends on the batch size. The differences are much
+    smaller than those between float32 logits of different tokens.
+    """
     engine = ENGINE | {"attention_backend": "triton"}
     # SGLang's CUDA kernels of norms take no float32, and graphs cannot capture its experts in torch.
     environment = EXACT_ENV | {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
@@ -55,7 +58,7 @@ def test_trees_exact(name, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.backends or target.has_experts])
 def test_trees_up_to_ties(name, tmp_path):
-    """The backend is that of prompts alone."""
+    """The backend only affects prompts."""
     backend = (*TARGETS[name].backends, "triton")[0]
     answers = generate(tmp_path, name, "bfloat16", ENGINE | {"attention_backend": backend}, {}, num_nodes=24)
     report(f"{name}, bf16 on {backend}, trees", answers)
@@ -63,7 +66,7 @@ def test_trees_up_to_ties(name, tmp_path):
 
 
 def assert_up_to_ties(name: str, answers: list[tuple[dict, dict, int]]) -> None:
-    """Answers without speculation, with DFLASH, and the cycles that they should have taken."""
+    """Return answers without speculation, with DFLASH, and the cycles that they should have taken."""
     tie = TIE_OF_EXPERTS if TARGETS[name].has_experts else TIE
     for plain, got, cycles in answers:
         differs = first_difference(plain, got)

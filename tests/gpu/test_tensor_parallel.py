@@ -1,6 +1,6 @@
-"""The tiny pair on several GPUs in bf16: lossless up to ties, and no rank waits for another for ever.
+"""The tiny pair on several GPUs in bf16: lossless up to ties, and no rank waits for another forever.
 
-With four ranks there are more of them than KV heads in target and drafter, two each.
+Target and drafter have two KV heads each, fewer than four ranks.
 """
 
 import re
@@ -23,7 +23,7 @@ FLAGS = (
     ("device", "cuda"),
     ("dtype", "bfloat16"),
     ("attention-backend", "fa3"),
-    # It would take the place of the all-reduce that servers have by default.
+    # It would replace the all-reduce that servers have by default.
     ("enable-deterministic-inference", None),
     ("disable-prefill-cuda-graph", True),
 )
@@ -47,7 +47,7 @@ NUM_REQUESTS = 500
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"tp{ranks}")
 def servers(request, tmp_path_factory):
-    """With DFLASH and without, on the same GPUs."""
+    """Two servers on the same GPUs, with DFLASH and without."""
     ranks = request.param
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -59,7 +59,7 @@ def servers(request, tmp_path_factory):
 
 @pytest.fixture
 def pair(servers):
-    """After the test no request may run on, and no KV slot be in use."""
+    """Check after the test that no request runs on and no KV slot is in use."""
     yield servers
     servers.ask(lambda server: server.flush_cache())
     servers.ask(lambda server: server.wait_until_empty())
@@ -90,7 +90,7 @@ def test_lossless_and_acceptance(pair: Pair, prompts):
 
 @pytest.mark.gpu
 def test_500_mixed_requests(pair: Pair, prompts):
-    """Ranks that disagreed about a token would disagree about the next length, and wait for each other for ever."""
+    """Ranks that choose different tokens would also use different lengths, and wait for each other forever."""
 
     def ask(index: int) -> list[dict]:
         kind = KINDS[index % len(KINDS)]
@@ -119,7 +119,7 @@ def test_500_mixed_requests(pair: Pair, prompts):
 
 
 def leave(pair: Pair, prompt: list[int], index: int, abort: bool) -> list[dict]:
-    """A long answer of which its client wants the beginning only; the last chunk that came."""
+    """Abort a long answer after four chunks, or close its stream. Return the last chunk that was read."""
     stream = pair.dflash.stream(prompt, max_new_tokens=1700, ignore_eos=True, rid=f"request-{index}")
     chunks = []
     for chunk in stream:

@@ -1,4 +1,4 @@
-"""The tiny pair, and the hybrid one, on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs as eager."""
+"""The tiny and the hybrid pair on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs equal eager."""
 
 import json
 import os
@@ -21,10 +21,10 @@ CPU_TREE_ACCEPT_LENGTH = 6.04
 # Likewise (scripts/results/hybrid_pair.md).
 HYBRID_CPU_ACCEPT_LENGTH = 2.597
 
-# Two logits this close may change places: the target's logits reach 32 to 64, where neighbouring bf16 numbers are
-# 0.25 apart, and verification batches B rows where plain decoding has one.
+# Two logits this close may change places. The target's logits reach 32 to 64, where neighbouring bf16 numbers are 0.25
+# apart, and verification runs more rows at a time than decoding.
 TIE = 0.25
-# Where bf16's rounding moves a key or a value across a boundary of fp8, it moves by a step of up to an eighth.
+# If bf16's rounding moves a key or a value across a boundary of fp8, the step is up to an eighth.
 FP8_TIE = 0.5
 
 
@@ -37,21 +37,21 @@ def generate(tmp_path: Path, backend: str, draft_backend: str, *flags: str, env=
 
 
 def varied(results: list[dict]) -> list[dict]:
-    """Answers as long as `--varied-lengths` asks for."""
+    """Cut answers to the lengths of `--varied-lengths`."""
     return [result | {"output_ids": result["output_ids"][: 16 * (1 + i % 8)]} for i, result in enumerate(results)]
 
 
 @pytest.fixture
 def plain(shared, tmp_path):
     def of(backend: str, *flags: str) -> dict:
-        """What the target writes alone."""
+        """Return what the target writes alone."""
         return shared.get("-".join(("tiny-pair", backend, *flags)), lambda: generate(tmp_path, backend, "none", *flags))
 
     return of
 
 
 def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, list[dict]]:
-    """Generate under one of the plugins in this folder, which writes a record per line."""
+    """Generate with one of the test plugins, which writes one record per line."""
     records = tmp_path / "records.jsonl"
     env = {
         "PYTHONPATH": python_path(plugin),
@@ -72,7 +72,7 @@ def test_lossless_and_acceptance(backend, draft_backend, plain, tmp_path):
 
 @pytest.mark.gpu
 def test_every_flag_at_its_default(plain, tmp_path):
-    """Drafts are verified in trees, of as many nodes as a block has tokens."""
+    """Drafts are verified in trees with as many nodes as a block has tokens."""
     dflash = generate(tmp_path, "default", "default")
     worker = dflash["worker"]
     assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
@@ -81,7 +81,7 @@ def test_every_flag_at_its_default(plain, tmp_path):
 
 @pytest.mark.gpu
 def test_prompts_in_one_graph(plain, tmp_path):
-    """`--cuda-graph-backend-prefill full`: hidden states of prompts come from padded batches."""
+    """With `--cuda-graph-backend-prefill full`, hidden states of prompts come from padded batches."""
     dflash = generate(tmp_path, "fa3", "fa3", "--prefill-graphs", "full")
     check_answers("fa3, prefills in one graph", plain("fa3"), dflash, CPU_ACCEPT_LENGTH)
 
@@ -89,10 +89,10 @@ def test_prompts_in_one_graph(plain, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hybrid_pair(backend, plain, tmp_path):
-    """A target with recurrent layers, and a drafter that was trained for it."""
+    """The target has recurrent layers, and the drafter was trained for it."""
     flags = ("--pair", "hybrid")
     dflash = generate(tmp_path, backend, backend, *flags)
-    # Its texts part sooner than those of the tiny pair, and other texts are drafted otherwise.
+    # Its texts differ from the CPU's earlier than the tiny pair's, and other texts have another acceptance.
     check_answers(f"hybrid pair, {backend}", plain(backend, *flags), dflash, HYBRID_CPU_ACCEPT_LENGTH, rel=0.06)
 
 
@@ -121,7 +121,7 @@ def test_replay_equals_eager(backend, window, tmp_path):
         worst = max(entry["hidden_error"] or 0.0 for entry in entries)
         wrong = sum(entry["different_tokens"] for entry in entries) / sum(entry["tokens"] for entry in entries)
         print(f"\n{backend} {key}: {len(entries)} cycles, hidden error {worst:.1e}, tokens apart {wrong:.2%}")
-        # bf16 rounding, where a planner splits the same attention differently; a wrong mask or slot is far outside.
+        # bf16 rounding, if a planner splits the same attention differently. A wrong mask or slot exceeds it by far.
         assert worst < 2e-2
         assert wrong < 1e-2
 
@@ -129,12 +129,12 @@ def test_replay_equals_eager(backend, window, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
 def test_host_does_not_wait(backend, plain, tmp_path):
-    """No cycle that is replayed waits for the GPU, whatever size its batch has, and checking changes no text."""
+    """No replayed cycle waits for the GPU, for any batch size, and checking does not change the text."""
     plain = plain(backend)
     dflash, cycles = generate_checked(tmp_path, "sync_check", backend, backend, "--varied-lengths")
     same = count_identical(varied(plain["results"]), dflash["results"], TIE)
     print(f"\n{backend}: {len(cycles)} cycles without a wait, {same} of {len(plain['results'])} identical")
-    # Up to 8 requests share a cycle, and 8 cycles are not checked.
+    # Up to 8 requests share a cycle, and the first 8 cycles are not checked.
     assert len(cycles) >= sum(result["verify_ct"] for result in dflash["results"]) / 8 - 8
     assert {cycle["bs"] for cycle in cycles} == set(range(1, 9))
     assert all(cycle["replayed"] and cycle["waits_are_noticed"] for cycle in cycles)
@@ -142,12 +142,12 @@ def test_host_does_not_wait(backend, plain, tmp_path):
 
 @pytest.mark.gpu
 def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
-    """Beside greedy ones; see test_sampling.py for what is drawn."""
+    """Greedy requests are in the same batch. test_sampling.py tests the distribution."""
     dflash, cycles = generate_checked(tmp_path, "sync_check", "flashinfer", "flashinfer", "--sampled")
     assert cycles
     assert all(cycle["replayed"] and cycle["plain"] for cycle in cycles)
-    # As on the CPU with the same prompts, where SGLang's own sampler draws; other texts are as hard to draft, roughly.
-    # Drawn ones differ most: five seeds gave 1.70 to 1.95 there, a text that repeats itself being easy.
+    # The acceptance on a CPU with the same prompts and SGLang's own sampler; other texts are about as hard to draft.
+    # Sampled texts vary most: five seeds gave 1.70 to 1.95 there, and a text that repeats is easy.
     for kind, first, cpu_accept_length, tolerance in (("greedy", 0, 4.83, 0.1), ("sampled", 1, 1.80, 0.25)):
         results = dflash["results"][first::2]
         cycles = sum(result["verify_ct"] for result in results)
@@ -159,7 +159,7 @@ def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fewer_rows_verified(backend, plain, tmp_path):
-    """`--speculative-adaptive`, every width in turn."""
+    """With `--speculative-adaptive`, every draft length is used in turn."""
     plain = plain(backend)
     dflash, cycles = generate_checked(tmp_path, "width_check", backend, backend, "--varied-lengths", "--adaptive")
     same = count_identical(varied(plain["results"]), dflash["results"], TIE)
@@ -171,8 +171,10 @@ def test_fewer_rows_verified(backend, plain, tmp_path):
 
 @pytest.mark.gpu
 def test_fp8_kv(plain, tmp_path):
-    """Keys and values of target and drafter in a byte each: the text is what the target alone writes with such ones,
-    and drafts fit it as well as they fit its text in bf16."""
+    """Keys and values of target and drafter have one byte each.
+
+    The text is the target's own with such KV, and acceptance is as good as in bf16.
+    """
     flags = ("--kv-cache-dtype", "fp8_e4m3")
     plain, dflash = plain("triton", *flags), generate(tmp_path, "triton", "triton", *flags)
     assert dflash["worker"]["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}

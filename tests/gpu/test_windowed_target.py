@@ -1,4 +1,4 @@
-"""A target with sliding windows on a GPU: every backend verifies with the windows that plain decoding has."""
+"""A target with sliding windows on a GPU: every backend verifies with the same windows as plain decoding."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from support.ties import first_difference
 from support.windowed import BLOCK_SIZE, WINDOW, write_windowed_pair
 
 SCRIPT = Path(__file__).with_name("generate_windowed.py")
-# What bf16 makes of logits of about 1 through sharp attention; 7 keys too many move them further than that.
+# Error of logits of about 1 in bf16 with sharp attention. 7 keys too many change them more.
 TIE = 0.25
 # SGLang's default of SGLANG_SWA_EVICTION_INTERVAL.
 EVICTION_INTERVAL = 128

@@ -46,7 +46,7 @@ def test_the_oracles_are_the_most_probable(num_nodes, k):
     text, probs = Text(TEXT), log_probs.exp().tolist()
 
     def probability(path: tuple[int, ...]) -> float:
-        """Return a path's probability. A token that the text has after the one before weighs e^2, before normalisation."""
+        """Return a path's probability. Tokens that the text has after the one before have weight e^2."""
         result = math.prod(probs[0][token] for token in path[:1])
         for i in range(1, len(path)):
             weights = [math.exp(2 * text.has(path[i - 1], token)) for token in best.indices[i].tolist()]
