@@ -1,4 +1,4 @@
-"""The tiny pair's drafter in every checkpoint format, written as the libraries that own the formats write it."""
+"""The tiny pair's drafter in every checkpoint format, written as the libraries of the formats write it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def speculators_config(**fields) -> dict:
 
 
 def speculators_symmetric(path: Path) -> Path:
-    """The whole vocabulary, windows to both sides, and copies of the target's tensors that nobody may read."""
+    """Write the whole vocabulary, two-sided windows, and copies of the target's tensors that must not be read."""
     copies = {
         "embed_tokens.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
         "lm_head.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
@@ -60,7 +60,7 @@ def speculators_symmetric(path: Path) -> Path:
 
 
 def speculators_reduced(path: Path) -> Path:
-    """An lm_head of the drafter's own, over three of every four tokens."""
+    """Write a drafter with its own lm_head, over three of every four tokens."""
     t2d = torch.arange(VOCAB_SIZE) % 4 != 3
     tokens = t2d.nonzero()[:, 0]
     head = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"][tokens]
@@ -69,7 +69,7 @@ def speculators_reduced(path: Path) -> Path:
 
 
 def zlab_new_places(path: Path) -> Path:
-    """DFlash's fields inside `dflash_config`, everything causal, and every optional field that changes something."""
+    """Write DFlash's fields inside `dflash_config`, causal layers, and every optional field that has an effect."""
     inner = {
         "block_size": CONFIG["block_size"],
         "is_causal": True,
@@ -98,7 +98,7 @@ def zlab_new_places(path: Path) -> Path:
 
 
 def zlab_default_layers(path: Path) -> Path:
-    """One layer and no `target_layer_ids`: the one in the middle of the target, whose columns of `fc` are kept."""
+    """Write one layer and no `target_layer_ids`. The default is the target's middle layer; its columns of `fc` stay."""
     kept = CONFIG["dflash_config"]["target_layer_ids"].index(CONFIG["num_target_layers"] // 2)
     config = CONFIG | {
         "num_hidden_layers": 1,
@@ -111,5 +111,5 @@ def zlab_default_layers(path: Path) -> Path:
     return write(path, config, {name: weights[name] for name in weights if ".1." not in name and ".2." not in name})
 
 
-# Two by two, so that servers of two can start together.
+# In groups of two, so that two servers can start together.
 FORMATS = [(speculators_symmetric, speculators_reduced), (zlab_new_places, zlab_default_layers)]

@@ -1,7 +1,7 @@
-"""Servers, prompts and the oracle.
+"""Fixtures: servers, prompts and the oracle.
 
-A test names its settings by `@pytest.mark.parametrize("settings", [...], indirect=True)` and asks for `pair`. As
-`settings` has the session's scope, pytest runs all tests of the same settings together, so each pair starts once.
+A test names its settings by `@pytest.mark.parametrize("settings", [...], indirect=True)` and asks for `pair`.
+`settings` has session scope, so pytest runs all tests with the same settings together, and each pair starts once.
 """
 
 import signal
@@ -16,8 +16,8 @@ from models.tiny import TARGET_DIR, load_prompts
 
 
 def pytest_configure():
-    # A run that is terminated takes its servers along, as an interrupted one does. Of several processes (pytest-xdist),
-    # each interrupts itself when the first one ends, which what a shell starts in the background would ignore.
+    # A terminated run ends its servers, as an interrupted run does. With pytest-xdist each process interrupts itself
+    # when the first one ends; a process in a shell's background would otherwise ignore that.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
 
@@ -27,7 +27,7 @@ def params_of(item):
 
 
 def pytest_itemcollected(item):
-    """Of several processes (pytest-xdist), one has the servers of the same settings, or of the same file."""
+    """Give all tests of the same settings, or of the same file, to one process of pytest-xdist."""
     if item.config.pluginmanager.hasplugin("xdist"):
         settings = params_of(item).get("settings")
         group = settings.name if isinstance(settings, Settings) else item.path.stem
@@ -67,7 +67,7 @@ def settings(request):
 
 @pytest.fixture
 def pair(keeper, settings):
-    """Two servers with empty caches; after the test no request may run on, and no KV slot may be in use."""
+    """Two servers with empty caches. After the test no request may run on, and no KV slot may be in use."""
     pair = keeper.pair(settings)
     yield pair
     pair.ask(lambda server: server.flush_cache())
@@ -81,13 +81,13 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def prompts(tokenizer):
-    """60 prompts of 20 to 200 tokens."""
+    """Prompts of 20 to 200 tokens, 60 of them."""
     return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
 
 
 @pytest.fixture(scope="session")
 def mixed_prompts(prompts):
-    """16 prompts of 1 to several hundred tokens, among them the lengths around pages, chunks and blocks."""
+    """Prompts of 1 to several hundred tokens, 16 of them, with lengths around pages, chunks and blocks."""
     text = sum(prompts, [])
     lengths = [1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 256, 333, 500]
     return [text[17 * i : 17 * i + length] for i, length in enumerate(lengths)]

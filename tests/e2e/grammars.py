@@ -1,4 +1,4 @@
-"""A grammar of every kind that a request may bring, and what its answers have to look like."""
+"""One grammar of every kind that a request may have, and the required form of its answers."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SUM = r"x = [a-z]+( \+ [a-z]+)?;"
-# The target often writes the trigger by itself. One in angle brackets would name a special token for llguidance.
+# The target often writes this trigger by itself. In angle brackets it would name a special token for llguidance.
 STRUCTURAL_TAG = {
     "type": "structural_tag",
     "structures": [{"begin": "return ", "schema": {"enum": [1, 20, 300]}, "end": ";"}],
@@ -30,7 +30,7 @@ GRAMMARS = {
 
 
 def assert_valid(name: str, answers: list[dict]) -> None:
-    """Answers to `GRAMMARS[name]` follow it to its end, or until they are out of tokens, which not all of them are."""
+    """Check that answers follow `GRAMMARS[name]`, and that at least one reaches its end."""
     if name == "structural_tag":
         tagged = [text for answer in answers for text in answer["text"].split("return ")[1:]]
         assert tagged

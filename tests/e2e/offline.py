@@ -1,8 +1,10 @@
-"""Generate with the offline Engine, and write what came out as JSON.
+"""Generate with the offline Engine, and write the results as JSON.
 
-A program of its own, since SGLang keeps state per process. usage: offline.py REQUEST RESULT
+It is a program because SGLang keeps state per process.
+usage: offline.py REQUEST RESULT
 
-REQUEST is a JSON file with `input_ids`, `sampling_params`, `engine`, the Engine's arguments, and whether with `dflash`.
+REQUEST is a JSON file with `input_ids`, `sampling_params`, `engine` (the Engine's arguments) and `dflash` (true or
+false).
 """
 
 import json

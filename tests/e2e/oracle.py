@@ -1,4 +1,4 @@
-"""The batch-1 algorithm on Hugging Face's target, and how an answer of the server is compared with it."""
+"""The batch-1 algorithm on Hugging Face's target, and the comparison of a server's answer with it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 EOS = 0
-# Of log probabilities that the server and this oracle sum in float32, each in its own order.
+# Difference of log probabilities that the server and this oracle sum in float32 in different orders.
 ROUNDING = 1e-4
 
 
 class Oracle:
-    """`dflash_generate` in float32; remembers what it has computed."""
+    """A cached `dflash_generate` in float32."""
 
     def __init__(self, drafter: Path = DRAFTER_DIR, target: Path = TARGET_DIR) -> None:
         # One thread, as the servers have.
@@ -69,7 +69,7 @@ class Oracle:
 
 
 def histogram(accept_lengths: list[int]) -> list[int]:
-    """As in `meta_info`: entry n counts the cycles with n correct drafts, up to the largest n that occurred."""
+    """Return the histogram of `meta_info`: entry n counts cycles with n correct drafts, up to the largest n."""
     counts = [0] * max(accept_lengths, default=0)
     for length in accept_lengths:
         counts[length - 1] += 1
@@ -77,14 +77,14 @@ def histogram(accept_lengths: list[int]) -> list[int]:
 
 
 def answer_lengths(output: DFlashOutput) -> list[int]:
-    """Length of the answer after the prefill and after every cycle."""
+    """Return the length of the answer after the prefill and after every cycle."""
     return [min(length, len(output.tokens)) for length in accumulate([1, *output.accept_lengths])]
 
 
 def assert_same_cycles(answer: dict, output: DFlashOutput) -> None:
-    """An answer of the server has the oracle's tokens, and its cycles accepted as many.
+    """Check that a server's answer has the oracle's tokens, and that its cycles accepted the same numbers of tokens.
 
-    Of two paths that are about equally probable, either may be verified: what is asked then should be another prompt.
+    Of two paths with about the same probability either may be verified. Then the test needs another prompt.
     """
     meta_info = answer["meta_info"]
     assert answer["output_ids"] == output.tokens

@@ -1,6 +1,6 @@
 """Real servers of the tiny pair, `python -m sglang.launch_server` in float32, and requests to them.
 
-They serve on a GPU where there is one, else on the CPU.
+They run on a GPU if there is one, else on the CPU.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from models.tiny import DRAFTER_DIR, TARGET_DIR
 START_SECONDS = 240
 REQUEST_SECONDS = 240
 
-# All that depends on the device. On a GPU too the tests compare tokens to the last one, so nothing may round float32.
+# Flags that depend on the device. On a GPU too, tests compare every token, so nothing may round float32.
 if torch.cuda.is_available():
     DEVICE_FLAGS = {
         "device": "cuda",
         "attention-backend": "triton",
-        # SGLang's norms take float32 on CUDA in this mode only.
+        # On CUDA, SGLang's norms take float32 only in this mode.
         "enable-deterministic-inference": True,
-        # A bound on what SGLang finds free beside the servers of other tests; what pools get is `max-total-tokens`.
+        # A limit on free memory, which servers of other tests share. `max-total-tokens` sets the size of the pools.
         "mem-fraction-static": 0.5,
-        # The tests' batches are of up to 16 requests: some are replayed, larger ones run without a graph.
+        # Tests have batches of up to 16 requests. Some are replayed, and larger ones run without a graph.
         "cuda-graph-max-bs-decode": 8,
         "disable-prefill-cuda-graph": True,
     }
     DEVICE_ENV = {
-        # Triton multiplies float32 in TF32 otherwise.
+        # Otherwise Triton multiplies float32 in TF32.
         "TRITON_F32_DEFAULT": "ieee",
         # Deterministic inference would cut prompts at multiples of 4096, and never admit one that is longer than a
         # smaller chunk.
@@ -53,12 +53,12 @@ else:
     DEVICE_FLAGS = {"device": "cpu", "attention-backend": "torch_native"}
     DEVICE_ENV = {
         "SGLANG_USE_CPU_ENGINE": "1",
-        # What SGLang compiles takes longer to compile than to run here, and a C++ compiler.
+        # SGLang's compiled code takes longer to compile than to run here, and needs a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
-# Three are SGLang's own checks of its pools, after every step and whenever it is idle: a slot that leaks, is
-# freed twice or is used after it was freed ends the server. Triton's interpreter is for those who ask for it, and
-# tests of kernels may have set its variable in this process.
+# Three variables enable SGLang's own checks of its pools, after every step and when it is idle. A slot that leaks, is
+# freed twice, or is used after it was freed ends the server. Triton's interpreter must be off unless a test asks for
+# it; tests of kernels may have set its variable in this process.
 ENV = DEVICE_ENV | {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -66,7 +66,7 @@ ENV = DEVICE_ENV | {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # A server that closes an idle connection at the moment of the next request fails a test that has been busy.
+    # A server may close an idle connection just when the next request comes, which would fail the test.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 FLAGS = DEVICE_FLAGS | {
@@ -84,17 +84,17 @@ SAMPLING_PARAMS = {field.name for field in msgspec.structs.fields(SamplingParams
 
 @dataclass(frozen=True)
 class Settings:
-    """What servers are started with besides the pair. Hashable: tests of the same settings share servers.
+    """Settings of servers in addition to the pair. Hashable: tests with the same settings share servers.
 
     Attributes:
         name: for the tests' ids.
-        flags: of `launch_server`, without dashes; True stands for a flag without a value, a tuple for several values,
-            None for a flag left out.
-        dflash_flags: flags that only the server with speculation gets.
-        plain_flags: flags that only the server without speculation gets.
+        flags: of `launch_server`, without dashes. True stands for a flag without a value, a tuple for several values,
+            None for a flag to leave out.
+        dflash_flags: flags of the server with speculation only.
+        plain_flags: flags of the server without speculation only.
         env: environment variables.
-        plain: all settings of the server without speculation, in place of these. Its text is the same however KV lies
-            in its pool and its steps are cut, so layouts are compared with one server.
+        plain: settings of the server without speculation, if they differ. Its text does not depend on the layout of its
+            KV and steps, so all layouts are compared with one server.
     """
 
     name: str
@@ -109,13 +109,13 @@ class Settings:
 
     @property
     def block_size(self) -> int:
-        """Rows of the drafter's forward."""
+        """Return W of the drafter's forward."""
         asked = dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
         return asked if self.num_nodes is None else min(asked, self.num_nodes)
 
     @property
     def num_nodes(self) -> int | None:
-        """Of a tree; None: chains are verified."""
+        """Return the nodes of a tree; None if chains are verified."""
         flags = dict(self.dflash_flags)
         if flags.get("speculative-eagle-topk", 1) == 1:
             return None
@@ -123,12 +123,12 @@ class Settings:
 
     @property
     def num_rows(self) -> int:
-        """Of a request, that the target verifies."""
+        """Return the tokens of a request that the target verifies per cycle."""
         return self.num_nodes or self.block_size
 
     @property
     def cycles(self) -> dict[str, int]:
-        """What the oracle must know of them."""
+        """Return the arguments of the oracle for these cycles."""
         sizes = {"block_size": self.block_size}
         if self.num_nodes is not None:
             sizes["num_nodes"] = self.num_nodes
@@ -136,7 +136,7 @@ class Settings:
         return sizes
 
     def arguments(self, dflash: bool) -> tuple[str, ...]:
-        """Of `launch_server`."""
+        """Return the arguments of `launch_server`."""
         flags = FLAGS | dict(self.flags)
         flags |= DFLASH_FLAGS | dict(self.dflash_flags) if dflash else dict(self.plain_flags)
         parts = []
@@ -149,7 +149,7 @@ class Settings:
 
 SYNC = ("disable-overlap-schedule", True)
 DEFAULT = Settings("default")
-# Without speculation and with overlap scheduling, SGLang's penalties and what it hands to custom logit processors are a
+# Without speculation and with overlap scheduling, SGLang's penalties, and what custom logit processors get, are one
 # token late.
 PLAIN_SYNC = Settings("sync", plain_flags=(SYNC,))
 
@@ -157,19 +157,19 @@ TREES_ON_A_GPU = "servers of float32 on a GPU are deterministic ones, which veri
 
 
 def trees(num_candidates: int, num_nodes: int | None = None) -> tuple[tuple[str, int], ...]:
-    """Flags of a server with DFLASH that verifies trees, of as many nodes as a block has rows if nothing is said."""
+    """Return flags of a server with DFLASH that verifies trees, by default with as many nodes as a block has tokens."""
     flags = (("speculative-eagle-topk", num_candidates),)
     return flags if num_nodes is None else (*flags, ("speculative-num-draft-tokens", num_nodes))
 
 
-# Admits requests as if they ended at once, into a pool that cannot hold them to their real end. Whether it runs full
-# depends on when they arrive, so SGLang also retracts one every few steps.
+# Requests are admitted as if they ended at once, into a pool that cannot hold them until they end. Whether it becomes
+# full depends on when they arrive, so SGLang also retracts one every few steps.
 SMALL_POOL = (("max-total-tokens", 640), ("schedule-conservativeness", 0.05), ("max-running-requests", 8))
 RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "11"))
-# SGLang wants to be told the cores of each rank where there are more ranks than NUMA nodes.
+# With more ranks than NUMA nodes, SGLang must be told the cores of each rank.
 _CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = (("SGLANG_CPU_OMP_THREADS_BIND", f"{_CORES[0]}|{_CORES[-1]}"),)
-# For every kind of request.
+# Flags that requests of some kinds need.
 _REQUEST_FLAGS = (
     ("enable-custom-logit-processor", True),
     ("enable-return-hidden-states", True),
@@ -191,20 +191,23 @@ TREES_PAGED = Settings(
     dflash_flags=(SYNC, *trees(8, 32), ("enable-metrics", True)),
     plain=DEFAULT,
 )
-# Without a reasoning parser, with which SGLang fails to compile any grammar of llguidance's.
+# With a reasoning parser, SGLang fails to compile any grammar of llguidance.
 LLGUIDANCE = Settings("llguidance", flags=(("grammar-backend", "llguidance"),), plain_flags=(SYNC,))
 
 
 class ServerError(AssertionError):
-    """The server died, did not come up or refused a request; ends with the tail of its log."""
+    """Error: the server died, did not start or refused a request. It ends with the tail of the log."""
 
 
 class Server:
     """One server on a free loopback port. `stop` ends every process that it started, and so does Python's exit.
 
     Args:
-        answers: what servers of the same settings have answered to `generate`, by the request: they are asked once for
-            what is the same every time. None: this one is asked every time.
+        settings: of the server.
+        dflash: whether it speculates.
+        log_path: of its log.
+        answers: cache of `generate`'s answers by request, shared by servers of the same settings. Repeatable requests
+            are sent once. None disables the cache.
     """
 
     def __init__(
@@ -216,8 +219,8 @@ class Server:
         self._answers = answers
         port, self._port_claim = claim_port()
         ports = ["--port", str(port)]
-        # SGLang would choose the second one long before it listens there, and another process could take it. Replicas
-        # need one each.
+        # SGLang would choose its second port long before it listens there, and another process could take it. Replicas
+        # need one each, so they choose.
         if "dp-size" not in dict(settings.flags):
             ports += ["--nccl-port", str(port + 1)]
         self._url = f"http://127.0.0.1:{port}"
@@ -225,13 +228,13 @@ class Server:
         self._http.trust_env = False
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
-        # Of default flags, the one with DFLASH is started as users start theirs.
+        # With default flags, the server with DFLASH is started as users start theirs.
         self.is_spawned = dflash and not (settings.flags or settings.dflash_flags or settings.env)
         self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=self.is_spawned)
         atexit.register(self.stop)
 
     def wait_until_ready(self) -> None:
-        """Wait for `/health`, then make sure who serves: our worker if DFLASH was asked for, else none."""
+        """Wait for `/health`, then check which worker serves: ours if DFLASH was asked for, else none."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if not self.is_running():
@@ -247,7 +250,7 @@ class Server:
             assert described["verified_rows"] == self.settings.num_rows
         else:
             assert described is None
-        # What the warm-up request left.
+        # Remove what the warm-up request left.
         self.flush_cache()
 
     def _is_healthy(self) -> bool:
@@ -285,12 +288,12 @@ class Server:
         return self._answer(self._request("POST", path, json=body))
 
     def try_post(self, path: str, body: dict) -> requests.Response:
-        """As `post`, for a request that may be refused."""
+        """Post a request that may be refused."""
         return self._request("POST", path, json=body)
 
     def post_stream(self, path: str, body: dict) -> Iterator[dict]:
-        """The chunks of a server-sent event stream as they come; closing the iterator disconnects."""
-        # A connection of its own, which is really closed with the iterator.
+        """Yield the chunks of a server-sent event stream as they come. Closing the iterator disconnects."""
+        # A new connection, which is closed with the iterator.
         with requests.Session() as http:
             http.trust_env = False
             response = http.post(f"{self._url}{path}", json=body, stream=True, timeout=REQUEST_SECONDS)
@@ -317,7 +320,7 @@ class Server:
     # --- SGLang's API -----------------------------------------------------------------------------------------------
 
     def generate(self, input_ids: list, **options: Any) -> Any:
-        """Greedy `/generate`: one answer for a prompt, a list for a list of prompts (or for n > 1).
+        """Call `/generate` greedily: one answer for a prompt, a list for a list of prompts (or for n > 1).
 
         Options are fields of the request or of its `sampling_params`.
         """
@@ -333,27 +336,27 @@ class Server:
         return answers if prompts is input_ids else answers[0]
 
     def generate_concurrently(self, requests_: list[dict]) -> list[dict]:
-        """Many requests at a time, one connection each: the arguments of `generate` in, answers in order out."""
+        """Send many requests at a time, one connection each. Take arguments of `generate`, return answers in order."""
         with ThreadPoolExecutor(min(len(requests_), 64)) as threads:
             return list(threads.map(lambda request: self.generate(**request), requests_))
 
     def stream(self, input_ids: list[int], **options: Any) -> Iterator[dict]:
-        """Greedy `/generate` with `stream`: every chunk holds the whole answer so far."""
+        """Call `/generate` greedily with `stream`. Every chunk holds the whole answer so far."""
         return self.post_stream("/generate", generate_body(input_ids, options) | {"stream": True})
 
     def internal_state(self) -> dict:
         return self.get("/server_info")["internal_states"][0]
 
     def loads(self) -> list[dict]:
-        """Of every replica."""
+        """Return the load of every replica."""
         return self.get("/v1/loads")["loads"]
 
     def flush_cache(self) -> None:
-        """Empty the radix cache once every request has ended; fails if one goes on for 30 s."""
+        """Empty the radix cache after all requests have ended. Fail if one runs on for 30 s."""
         self.post("/flush_cache?timeout=30")
 
     def wait_until_empty(self) -> None:
-        """Until `/v1/loads`, which SGLang refreshes now and then, shows no request and no KV slot in use."""
+        """Wait until `/v1/loads`, which SGLang updates now and then, shows no request and no KV slot in use."""
         counters = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
         deadline = time.monotonic() + 15
         while any(used := [load[counter] for load in self.loads() for counter in counters]):
@@ -367,7 +370,7 @@ def with_plugin(*names: str) -> tuple[tuple[str, str], ...]:
 
 
 def is_repeatable(options: dict[str, Any]) -> bool:
-    """Whether `generate` gets the same answer each time: it is not drawn by chance, nor a turn of a session."""
+    """Return whether `generate` gets the same answer each time: not sampled without a seed, not a session's turn."""
     is_drawn = options.get("temperature", 0) > 0 and "sampling_seed" not in options
     return not is_drawn and "n" not in options and "session_params" not in options
 
@@ -386,19 +389,19 @@ class Pair:
     plain: Server
 
     def ask(self, call: Callable[[Server], Any]) -> tuple[Any, Any]:
-        """What a call gives on each server; both run at the same time."""
+        """Call both servers at the same time, and return both results."""
         with ThreadPoolExecutor(2) as threads:
             return tuple(threads.map(call, (self.dflash, self.plain)))
 
     def lossless(self, call: Callable[[Server], Any]) -> Any:
-        """DFLASH's answers to a call, which have to be those without speculation."""
+        """Return DFLASH's answers to a call, after checking that they equal those without speculation."""
         dflash, plain = self.ask(call)
         assert_same_answers(dflash, plain)
         return dflash
 
 
 def assert_same_answers(dflash: Any, plain: Any) -> None:
-    """Tokens, text and finish reason of one answer, or of every answer of a list, are equal."""
+    """Check that tokens, text and finish reason of one answer, or of every answer of a list, are equal."""
     if isinstance(plain, dict):
         dflash, plain = [dflash], [plain]
     assert len(dflash) == len(plain) > 0
@@ -411,7 +414,7 @@ def assert_same_answers(dflash: Any, plain: Any) -> None:
 
 
 class ServerKeeper:
-    """Starts servers on demand, and keeps a few: first those that take long to start, then those used last."""
+    """Servers that are started on demand. A few are kept: first those that start slowly, then those used last."""
 
     CAPACITY = 4
 
@@ -432,7 +435,7 @@ class ServerKeeper:
         return self._get([(settings, dflash)])[0]
 
     def two(self, first: Settings, second: Settings) -> tuple[Server, Server]:
-        """Two servers with DFLASH, which start at the same time."""
+        """Return two servers with DFLASH, which start at the same time."""
         return tuple(self._get([(first, True), (second, True)]))
 
     def stop(self) -> None:
@@ -440,9 +443,9 @@ class ServerKeeper:
             self._servers.pop(key).stop()
 
     def _get(self, wanted: list[tuple[Settings, bool]]) -> list[Server]:
-        # Servers without speculation are the same whatever DFLASH's flags are.
+        # Servers without speculation do not depend on DFLASH's flags.
         keys = [(settings.arguments(dflash), settings.env) for settings, dflash in wanted]
-        # One that a test has brought down must not fail the next tests as well.
+        # A server that a test has brought down must not fail the next tests too.
         self._servers = {key: server for key, server in self._servers.items() if server.is_running()}
         spare = [key for key in self._servers if key not in keys]
         spare.sort(key=lambda key: self._servers[key].is_spawned)
@@ -459,7 +462,7 @@ class ServerKeeper:
             try:
                 self._servers[key].wait_until_ready()
             except BaseException:
-                # Otherwise the next test would take a server that never came up for a good one.
+                # Otherwise the next test would use a server that never started.
                 for started in missing:
                     self._servers.pop(started).stop()
                 raise

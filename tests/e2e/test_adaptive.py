@@ -1,4 +1,4 @@
-"""`--speculative-adaptive`: the same answers, of which fewer rows are verified."""
+"""`--speculative-adaptive`: the same answers with fewer verified tokens."""
 
 from serving import PLAIN_SYNC, Settings
 from various import various_requests
@@ -15,8 +15,8 @@ def test_fewer_rows(keeper, prompts, mixed_prompts):
     pair.dflash.wait_until_empty()
     described = pair.dflash.get("/server_info")["internal_states"][0]["sglang_dflash"]
     blocks = {int(rows): count for rows, count in described["blocks_by_verified_rows"].items()}
-    # Widths are tried from one row on, wider ones while there is hope that they pay.
+    # Draft lengths are tried from one on; longer ones as long as they may pay.
     assert {1, 4} <= set(blocks) <= {1, 4, 8, 12, 16}
     assert sum(blocks.values()) == described["verified_blocks"]
-    # A draft can only be accepted where it was verified.
+    # A draft can be accepted only if it was verified.
     assert all(0 <= rate <= 1 for rate in described["acceptance_rate_by_position"])

@@ -1,4 +1,4 @@
-"""Administration: what is served, what is refused, and that the server and its text are right afterwards."""
+"""Administrative requests: what is served, what is refused, and that the server and its text are right afterwards."""
 
 import base64
 import json
@@ -24,14 +24,14 @@ SESSION = {"capacity_of_str_len": 1000}
 
 
 def call(server: Server, path: str, body: dict | None = None) -> requests.Response:
-    # A connection of its own: SGLang's 500s close theirs.
+    # A new connection, because SGLang's 500s close theirs.
     with requests.Session() as http:
         http.trust_env = False
         return http.post(f"{server._url}{path}", json=body, timeout=REQUEST_SECONDS)
 
 
 def refused(server: Server, path: str, body: dict | None = None) -> str:
-    """The message of a 400."""
+    """Return the message of a 400."""
     response = call(server, path, body)
     assert response.status_code == 400, f"{path} {body}: {response.status_code} {response.text}\n{server.log_tail()}"
     return response.text
@@ -39,7 +39,7 @@ def refused(server: Server, path: str, body: dict | None = None) -> str:
 
 def assert_undisturbed(pair, prompts) -> None:
     pair.lossless(lambda server: server.generate(prompts[2], max_new_tokens=48))
-    # An answer is sent before the step behind it has ended, and until then some calls are refused.
+    # An answer is sent before the step after it has ended, and until then some calls are refused.
     pair.dflash.flush_cache()
 
 
@@ -61,7 +61,7 @@ REFUSED = [
     ("/start_profile", PROFILE | {"profile_by_stage": True}, "num_steps=None"),
     ("/start_profile", PROFILE | {"output_dir": "/dev/null/traces"}, "output_dir='/dev/null/traces'"),
     ("/start_profile", PROFILE | {"profile_prefix": "a/b"}, "profile_prefix='a/b'"),
-    # What may be set.
+    # Fields that may be set.
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_single": 0.5}}, "threshold_single is not"),
     ("/set_internal_state", {"server_args": {"speculative_accept_threshold_acc": 0.5}}, "threshold_acc is not"),
     ("/configure_logging", {"log_level": "loud"}, "log_level='loud': expected one of critical, "),
@@ -104,7 +104,7 @@ REFUSED = [
     ("/generate", {"text": "a", "session_params": {"x": 1}}, "session_params has x"),
     ("/generate", {"text": "a", "session_params": {"id": "none"}}, "session id none does not exist"),
     ("/open_session", SESSION | {"streaming": True}, "--enable-streaming-session"),
-    # What is off.
+    # Features that are off.
     ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, "LoRA is not enabled"),
     ("/unload_lora_adapter", {"lora_name": "a"}, "LoRA is not enabled"),
     ("/hicache/storage-backend/clear", None, ""),
@@ -124,7 +124,7 @@ def test_what_cannot_be_served_is_refused(pair, prompts):
 
 
 def test_refusals_among_generations(pair, prompts):
-    """None of these waits for the running requests."""
+    """None of these calls waits for the running requests."""
     running = [{"input_ids": prompt, "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[:6]]
     refusals = [each for each in REFUSED if "weight" not in each[0]]
 
@@ -146,7 +146,7 @@ def test_refusals_among_generations(pair, prompts):
 
 @pytest.fixture
 def session(pair, prompts):
-    """A weight update that ends, and is followed by one that succeeds."""
+    """Run a failing weight update, then one that succeeds."""
     pair.dflash.post("/begin_weight_update", {})
     yield pair.dflash
     pair.dflash.flush_cache()
@@ -196,7 +196,7 @@ def test_tensors_change_the_text(session, pair, prompts):
 
 @pytest.mark.parametrize("kind", ["cut", "shape"])
 def test_a_checkpoint_that_cannot_be_loaded(pair, prompts, tmp_path, kind):
-    """It is found out on the way, when a part of it has taken the place of the old weights."""
+    """The error is found after some of the old weights have been replaced."""
     broken = tmp_path / kind
     shutil.copytree(TARGET_DIR, broken)
     file = broken / "model.safetensors"
@@ -216,19 +216,19 @@ def test_a_checkpoint_that_cannot_be_loaded(pair, prompts, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        # Of another class, whose tensors are called as the target's.
+        # Another class, whose tensors have the target's names.
         ({"architectures": ["DFlash2DraftModel"]}, "architectures=['DFlash2DraftModel']"),
         ({"architectures": None}, "architectures=None"),
         ({"architectures": 5}, "architectures=None"),
         (None, "architectures=None"),
-        # Drafters, whose forward would go on as that of the old one.
+        # Drafters, whose forward would continue with the old one's shapes.
         ({"rope_theta": 5e5}, "rope_parameters"),
         ({"rms_norm_eps": 0.1}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_a_checkpoint_of_something_else(pair, prompts, tmp_path, changes, named):
-    """A drafter's tensors, some of which have names of the target's."""
+    """The tensors are a drafter's, and some have names of the target's."""
     other = tmp_path / "other"
     shutil.copytree(DRAFTER_DIR, other)
     config = json.loads((other / "config.json").read_text())
@@ -255,7 +255,7 @@ def test_memory_is_released_and_resumed(pair, prompts):
     assert "released already" in refused(pair.dflash, "/release_memory_occupation", {})
     assert "tags has 'kv_cache'" in refused(pair.dflash, "/resume_memory_occupation", {})
     pair.dflash.post("/resume_memory_occupation", {"tags": ["weights"]})
-    # New weights are what memory is released for.
+    # Memory is released to load new weights.
     for checkpoint in (DRAFTER_DIR, TARGET_DIR):
         pair.dflash.post("/update_weights_from_disk", {"model_path": str(checkpoint)})
     assert_undisturbed(pair, prompts)
@@ -277,7 +277,7 @@ def test_profile(pair, prompts, tmp_path, options):
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("update", [False, True], ids=["", "update"])
 def test_paused_requests_go_on(pair, prompts, mode, update):
-    """Also with the same weights anew."""
+    """Requests also go on after an update with the same weights."""
     running = [{"input_ids": prompt, "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[20:24]]
 
     with ThreadPoolExecutor(1) as threads:
@@ -311,7 +311,7 @@ def test_pause_that_aborts(pair, prompts):
 
 
 def test_session(pair, prompts):
-    """Turns that go on from the first, go back into it and replace it."""
+    """Turns continue the first one, go back into it, and replace it."""
 
     def turns(server):
         server.post("/open_session", SESSION | {"session_id": "turns"})

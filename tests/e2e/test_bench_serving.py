@@ -13,9 +13,9 @@ NUM_REQUESTS = 8
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 @pytest.mark.parametrize("api", APIS)
 def test_bench_serving(pair, api):
-    """All requests are answered, and bench_serving finds the acceptance of this run in `/server_info`.
+    """All requests are answered, and bench_serving finds this run's acceptance in `/server_info`.
 
-    SGLang counts it every 40 decode steps: these answers take twice as many.
+    SGLang updates it every 40 decode steps. These answers take twice as many.
     """
     server = pair.dflash
     workload = Workload(

@@ -42,7 +42,7 @@ def test_tool_calls(pair, choice):
 
 
 def test_reasoning(pair):
-    """The grammar waits for the end of the reasoning."""
+    """The grammar starts after the end of the reasoning."""
     schema = {"name": "push", "schema": TOOL["function"]["parameters"]}
 
     dflash, plain = ask(pair, response_format={"type": "json_schema", "json_schema": schema}, max_tokens=120)
@@ -52,7 +52,7 @@ def test_reasoning(pair):
 
 
 def test_reasoning_is_counted_up_to_the_end(pair, prompts):
-    """A cycle may accept tokens behind it."""
+    """A cycle may accept tokens after the end of the reasoning."""
     lengths = [1, 5, 17, 31, 60]
     requests = [
         {"input_ids": prompt, "max_new_tokens": length, "require_reasoning": True}

@@ -1,4 +1,4 @@
-"""Trees where nobody has asked for chains, which is so on a GPU (tests/plugins/default_trees.py)."""
+"""Trees by default, as on a GPU (tests/plugins/default_trees.py)."""
 
 import pytest
 from serving import Settings, with_plugin
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cpu(reason="servers of float32 on a GPU verify no trees
 
 
 def served(pair, prompts) -> tuple[int, int]:
-    """Nodes, and candidates for every position of a tree, of a server whose texts are those of no speculation."""
+    """Return the nodes, and the candidates per position, of a server whose text equals the text without speculation."""
     requests = [{"input_ids": prompt, "max_new_tokens": 40, "ignore_eos": True} for prompt in prompts[:6]]
     pair.lossless(lambda server: server.generate_concurrently(requests))
     described = pair.dflash.get("/server_info")["internal_states"][0]["sglang_dflash"]
@@ -28,7 +28,7 @@ def test_as_many_nodes_as_a_block_has_tokens(pair, prompts):
 
 @pytest.mark.parametrize("settings", [ASKED_FOR_CHAINS, TWO_ROWS], indirect=True, ids=str)
 def test_chains(settings, pair, prompts):
-    """Two tokens have no tree."""
+    """A block of two tokens gives no tree."""
     assert served(pair, prompts) == (2 if settings == TWO_ROWS else 16, 1)
     assert "Drafts are verified in trees" not in pair.dflash.log()
 

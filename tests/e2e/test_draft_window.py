@@ -1,4 +1,4 @@
-"""`--speculative-draft-window-size`: the drafter sees the last tokens of the context, the text stays the target's."""
+"""`--speculative-draft-window-size`: the drafter sees the last tokens of the context, and the text is the target's."""
 
 import pytest
 from oracle import assert_same_cycles
@@ -15,7 +15,7 @@ def settings(name: str, window: int, page_size: int, *flags: tuple) -> Settings:
     )
 
 
-# The second window is a multiple of no page, and shorter than the 64 tokens that the drafter's sliding layers see.
+# The second window is not a multiple of any page, and is shorter than the 64 tokens of the drafter's sliding layers.
 WINDOWS = [
     settings("window80", 80, 1),
     settings("window37-page16-sync", 37, 16, SYNC),
@@ -33,7 +33,7 @@ def server(keeper, settings):
 
 @pytest.mark.parametrize("settings", WINDOWS, indirect=True, ids=str)
 def test_cycles_are_the_oracles(server, settings, prompts, mixed_prompts, oracle):
-    """Prompts that are shorter than the window, that grow out of it, and that are many windows long."""
+    """Prompts are shorter than the window, grow out of it, or are many windows long."""
     window = {
         "draft_window": dict(settings.dflash_flags)["speculative-draft-window-size"],
         "page_size": dict(settings.flags)["page-size"],
@@ -47,7 +47,7 @@ def test_cycles_are_the_oracles(server, settings, prompts, mixed_prompts, oracle
     outputs = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True, **window, **sizes) for prompt in some]
     for answer, output in zip(answers, outputs):
         assert_same_cycles(answer, output)
-    # Or the prompts would not tell a window from none.
+    # Otherwise the prompts would not distinguish a window from none.
     whole = [oracle.generate(prompt, MAX_NEW_TOKENS, ignore_eos=True, **sizes) for prompt in some]
     assert [output.tokens for output in outputs] == [output.tokens for output in whole]
     assert [output.accept_lengths for output in outputs] != [output.accept_lengths for output in whole]

@@ -9,14 +9,14 @@ from serving import Settings
 
 from models.tiny import TARGET_DIR
 
-# On a GPU SGLang hands embeddings to the model in bfloat16, whatever the model's dtype.
+# On a GPU SGLang passes embeddings to the model in bfloat16, whatever the model's dtype.
 DTYPE = (("dtype", "bfloat16"),) if torch.cuda.is_available() else ()
-# SGLang's radix cache knows prompts by their tokens.
+# SGLang's radix cache identifies prompts by their tokens.
 SETTINGS = Settings("embeddings", flags=(("disable-radix-cache", True), *DTYPE))
 
 
 def test_input_embeddings(keeper, prompts, oracle):
-    """The answer to a prompt's embeddings, and every cycle of it, is that to its tokens; in float32, the oracle's."""
+    """A prompt's embeddings give the same answer and cycles as its tokens; in float32, those of the oracle."""
     server = keeper.server(SETTINGS, dflash=True)
     embedding = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"].to(torch.float32)
     sampling_params = {"temperature": 0, "max_new_tokens": 50}
@@ -39,7 +39,7 @@ def test_input_embeddings(keeper, prompts, oracle):
 
 
 def test_embeddings_beside_tokens(keeper, prompts):
-    """All of them wait behind a long prompt, and what is a batch is up to the server."""
+    """All requests wait for a long prompt, and the server forms the batches."""
     server = keeper.server(SETTINGS, dflash=True)
     embedding = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"].to(torch.float32)
     sampling_params = {"temperature": 0, "max_new_tokens": 20}
@@ -54,6 +54,6 @@ def test_embeddings_beside_tokens(keeper, prompts):
         )
 
     for mine, expected in zip(answers[1::2], answers[::2]):
-        # Elsewhere they may differ with the batch.
+        # Elsewhere they may depend on the batch.
         assert mine["output_ids"] == expected["output_ids"] or DTYPE
     server.wait_until_empty()

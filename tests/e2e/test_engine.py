@@ -14,7 +14,7 @@ MAX_NEW_TOKENS = 80
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, prompts):
-    """What `offline.py` writes with DFLASH, started as users start it, and without."""
+    """Results of `offline.py` with DFLASH, started as users start it, and without."""
     request = {
         "input_ids": prompts[:12],
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},

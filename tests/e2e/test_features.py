@@ -54,7 +54,7 @@ def test_priorities(pair, prompts):
 
 
 def test_session(pair, prompts):
-    """The second turn goes on where the first ended."""
+    """The second turn continues where the first ended."""
 
     def two_turns(server):
         session = server.post("/open_session", {"capacity_of_str_len": 4000})
@@ -73,7 +73,7 @@ def test_session(pair, prompts):
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause(pair, prompts, mode):
-    # Long enough for the load to be reported while they run.
+    # Long enough that the load is reported while they run.
     requests = [{"input_ids": prompt, "max_new_tokens": 600, "ignore_eos": True} for prompt in prompts[:4]]
 
     with ThreadPoolExecutor(1) as threads:

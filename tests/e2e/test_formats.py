@@ -1,4 +1,4 @@
-"""A drafter drafts the same whatever format it comes in: the text is the target's, and every cycle the oracle's."""
+"""A drafter drafts the same in every format: the text is the target's, and every cycle is the oracle's."""
 
 import pytest
 from checkpoints import FORMATS

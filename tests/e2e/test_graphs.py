@@ -1,4 +1,4 @@
-"""The cycle as a CUDA graph runs it, without CUDA (tests/plugins/eager_graphs.py): buffers, padding, widths, shards."""
+"""The cycle in CUDA graphs, without CUDA (tests/plugins/eager_graphs.py): buffers, padding, draft lengths, shards."""
 
 import re
 
@@ -10,8 +10,8 @@ from various import KINDS, various_requests
 pytestmark = pytest.mark.cpu(reason="on a GPU there are CUDA graphs")
 
 PLUGIN = with_plugin("eager_graphs")
-# Batches of up to 16 requests: some are padded, and some are larger than every graph. `cuda-graph-max-bs-decode` would
-# not say so on a CPU, where all sizes to 16 were captured.
+# Some batches are padded, and some of the up to 16 requests exceed every graph. On a CPU, `cuda-graph-max-bs-decode`
+# would capture all sizes up to 16.
 FLAGS = (("cuda-graph-bs-decode", (1, 2, 4, 8)),)
 ADAPTIVE = Settings(
     "graphs-adaptive-tp2",
@@ -20,7 +20,7 @@ ADAPTIVE = Settings(
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
-# No graph but of these sizes; other batches run without one, with whole blocks. Graphs verify by our own attention, as
+# Batches of other sizes run without a graph, with whole blocks. Graphs verify with this package's attention, as they do
 # in place of FlashInfer's.
 NOT_PADDED = Settings(
     "graphs-not-padded",
@@ -29,7 +29,7 @@ NOT_PADDED = Settings(
     env=with_plugin("eager_graphs", "chain_attention"),
     plain=PLAIN_SYNC,
 )
-# More nodes than a block has rows. One of the ranks exports metrics, and both choose the same widths.
+# More nodes than a block has tokens. One of the ranks exports metrics, and both choose the same draft lengths.
 TREES = Settings(
     "graphs-trees-tp2",
     flags=(*FLAGS, ("tp-size", 2)),
@@ -37,7 +37,7 @@ TREES = Settings(
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
-# The cycle chooses for the first one, and draws for the last; the others are overruled, two requests at a time.
+# The cycle handles the first request, and samples the last; the others need SGLang's sampler, two requests at a time.
 MIXED = [
     {},
     {"frequency_penalty": 0.5, "return_logprob": True, "top_logprobs_num": 2},
@@ -52,7 +52,7 @@ LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_lo
 
 
 def log_probabilities(entries: list | None) -> list[float]:
-    """Of tokens, or of several for each token; an entry is [log probability, token, text]."""
+    """Return log probabilities in order. An entry is [log probability, token, text], or a list of these."""
     flat = [each for entry in entries or [] for each in (entry if isinstance(entry[0], list) else [entry])]
     return [number for number, *_ in flat]
 

@@ -1,5 +1,4 @@
-"""The hybrid pair: a trained drafter beside recurrent layers, whose drafts are accepted as often as in the batch-1
-algorithm."""
+"""The hybrid pair, a trained drafter for a target with recurrent layers, accepts as the batch-1 algorithm does."""
 
 import pytest
 from oracle import Oracle, assert_same_cycles

@@ -1,4 +1,4 @@
-"""Targets with Gated DeltaNet layers: states hold exactly what has been accepted, in requests and in the prefix cache.
+"""Targets with Gated DeltaNet layers: states contain exactly the accepted tokens, in requests and in the prefix cache.
 
 Drafts are the target's own text with errors (`tests/plugins/known_text.py`), so blocks are accepted to every length.
 """
@@ -15,12 +15,12 @@ from serving import SYNC, Settings, with_plugin
 from support import hybrid
 
 ON_CPU = not torch.cuda.is_available()
-# Tokens between two states that the prefix cache keeps of a request that decodes.
+# Tokens between two states of a decoding request that the prefix cache keeps.
 INTERVAL = 64
 CHUNKS = ("chunked-prefill-size", 64)
-# Name, target, flags of every server, and of DFLASH's.
+# Name, target, flags of every server, and of the server with DFLASH.
 LAYOUTS = [
-    # Some batches are replayed with padding, and larger ones are not.
+    # Some batches are replayed with padding, and larger ones are not replayed.
     (
         "graphs",
         "Qwen3_5ForCausalLM",
@@ -41,14 +41,14 @@ LAYOUTS = [
     ),
 ]
 LENGTH = 200
-# More than all requests of a test leave behind.
+# More than all requests of a test leave in the cache.
 SLOTS = 400
-# "Q", which is in no other token.
+# "Q", which is part of no other token.
 LETTER = 50
 
 
 class KnownTexts:
-    """What the plugin knows, and the target's own text: transformers' greedy one."""
+    """Content of the plugin's file, and the target's own text: the greedy text of transformers."""
 
     def __init__(self, folder: Path, architecture: str, path: Path) -> None:
         self.path, self._texts = path, []
@@ -74,7 +74,7 @@ def layout(request):
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    """Of all these servers, of which one is asked at a time."""
+    """Return the environment of all these servers, of which one is used at a time."""
     return (
         ("KNOWN_TEXT", str(tmp_path_factory.mktemp("known") / "texts.json")),
         ("SGLANG_MAMBA_CONV_DTYPE", "float32"),
@@ -91,7 +91,7 @@ def known(layout, env, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(known):
-    """By a prompt's length, the prompt and LENGTH tokens more of the target's own text, all known to the drafter."""
+    """Return by a prompt's length the prompt with LENGTH tokens of the target's own text, all known to the plugin."""
     lengths = (1, 63, 64, 65, 129, 301)
     texts = hybrid.greedy(known.model, [hybrid.prompt_of(1, length) for length in lengths], max(lengths) + LENGTH)
     texts = {length: text[: length + LENGTH] for length, text in zip(lengths, texts)}
@@ -115,7 +115,7 @@ def server(layout, keeper, known, env):
 
 @pytest.fixture(autouse=True)
 def empty(request):
-    """No test leaves a request, a slot or a state behind."""
+    """Check that a test leaves no request, slot or state in use."""
     server = request.getfixturevalue("server")
     server.flush_cache()
     yield
@@ -124,7 +124,7 @@ def empty(request):
 
 
 def keeps_states(server):
-    """Whether requests leave states at multiples of INTERVAL, or at their end."""
+    """Return whether requests keep states at multiples of INTERVAL, and not only at their end."""
     return "no_buffer" not in dict(server.settings.flags).values()
 
 
@@ -147,7 +147,7 @@ def assert_greedy(known, prompt, answer):
 def test_concurrent_requests(server, texts):
     described = server.internal_state()["sglang_dflash"]["recurrent_states"]
     assert described["slots"] == SLOTS and described["running_requests"] == 16
-    # Of the states of 16 tokens.
+    # Less than the states of a whole block.
     block_size = server.settings.block_size
     assert described["verify_bytes_per_request"] < 0.2 * block_size * described["bytes_per_slot"]
 
@@ -164,7 +164,7 @@ def test_concurrent_requests(server, texts):
 
 
 def test_states_after_every_cycle(server, texts, known, tmp_path):
-    """They are those of a prefill of the same tokens, in every layer."""
+    """They equal those of a prefill of the same tokens, in every layer."""
     known.tell(record=tmp_path)
     server.generate_concurrently([ask(text, length, 40) for length, text in texts.items()])
     known.tell()
@@ -177,17 +177,19 @@ def test_states_after_every_cycle(server, texts, known, tmp_path):
             conv, temporal = hybrid.states_after(known.model, texts[prompt_length][:length])
             torch.testing.assert_close(cycle["conv"][:, i], conv, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(cycle["temporal"][:, i], temporal, rtol=1e-4, atol=1e-4)
-    # Fewer with `--speculative-adaptive`, which verifies as few tokens as a CPU likes best.
+    # Fewer with `--speculative-adaptive`, which verifies as few tokens as suits a CPU.
     is_adaptive = "speculative-adaptive" in dict(server.settings.dflash_flags)
     assert {1, 4 if is_adaptive else server.settings.block_size} <= accept_lens
 
 
 def continued(server, texts, known, lengths, fault):
-    """Texts of 170 tokens, and texts that go on from all of one, a token less, a block less, and inside its prompt.
+    """Ask for texts of 170 tokens, then continue them from several cuts.
+
+    The cuts are the end, a token earlier, a block earlier, and inside the prompt.
 
     Returns:
-        whether the tokens of each are right; and by continuation, the prompt's length, where it was cut, and how many
-        tokens of it were cached.
+        right: whether the tokens of each answer are right.
+        found: for each continuation the prompt's length, the cut, and the number of cached tokens.
     """
     written = 170
     known.tell(fault)
@@ -206,20 +208,20 @@ def test_continued_texts(server, texts, known):
     right, found = continued(server, texts, known, (65, 129, 301), fault=None)
 
     assert all(right), right
-    # What was written behind these prompts crosses several boundaries.
+    # The text after these prompts crosses several boundaries.
     behind = [(length, cached) for length, cut, cached in found if cut > length + 150]
     if not keeps_states(server):
         assert all(cached >= length for length, cached in behind), found
         return
     assert all(cached > length for length, cached in behind), found
-    # The one that was retracted behind the last boundary, if any, has states of the ends of its prefill's chunks, which
-    # are no multiples where another prompt shared a chunk.
+    # A request that was retracted after the last boundary has states at the ends of its prefill's chunks. Those are no
+    # multiples if another prompt shared a chunk.
     assert any(cached % INTERVAL == 0 for _, cached in behind), found
 
 
 @pytest.mark.cpu(reason="a CUDA graph has been recorded with nothing left out")
 def test_what_is_left_out_shows(server, texts, known):
-    """Of the tests here, as states that are never advanced, or never kept, are other states."""
+    """The tests here notice states that are never advanced or never kept."""
     for fault in ("commit", "track") if keeps_states(server) else ("commit",):
         right, _ = continued(server, texts, known, (129,), fault)
         assert not all(right), fault
@@ -227,7 +229,7 @@ def test_what_is_left_out_shows(server, texts, known):
 
 
 def test_wrong_drafts_poison_nothing(server, texts, known):
-    """Requests of other texts, whose drafts are all wrong, over one cached prefix."""
+    """Requests have other texts with wrong drafts only, and share one cached prefix."""
     text = texts[129]
     server.generate(**ask(text, 129, 100))
     others = [text[:129] + hybrid.prompt_of(1 + i % 5, 31 * i) for i in range(50)]
@@ -244,13 +246,13 @@ def test_wrong_drafts_poison_nothing(server, texts, known):
 
 
 def test_requests_that_end_inside_a_block(server, texts):
-    """By a stop token, a length limit or a stop string; continued from what was returned."""
+    """Requests end by a stop token, a length limit or a stop string, and are continued from what was returned."""
     text, start = texts[65], 65
     whole = server.generate(**ask(text, start, 120))
     ends = range(40, 40 + server.settings.block_size)
     requests = [ask(text, start, end) for end in ends]
     requests += [ask(text, start, 150, stop_token_ids=[text[start + end]], ignore_eos=False) for end in ends]
-    # Some words, wherever in a block they end.
+    # Stop strings at any place in a block.
     said = whole["text"]
     requests += [ask(text, start, 150, stop=said[at : at + 5]) for at in range(len(said) // 2, len(said) // 2 + 20, 4)]
 
@@ -270,9 +272,9 @@ def test_requests_that_end_inside_a_block(server, texts):
 
 
 def test_grammars_that_end_inside_a_block(server, known):
-    """The tokens that were accepted behind the end, over a boundary, are in no state that is found again."""
+    """Tokens that were accepted after the end, past a boundary, are in no state that is found again."""
     requests, texts = [], []
-    # They end with the end of text, 1 to 5 tokens before a boundary; the last boundary is in the answers as well.
+    # They end with the end of text, 1 to 5 tokens before a boundary. The last boundary is also inside the answers.
     for num_letters in range(86, 91):
         prompt = hybrid.prompt_of(100, 500 + num_letters)
         written = prompt + [LETTER] * num_letters + [hybrid.TEXT["eos_token_id"]]
@@ -294,7 +296,7 @@ def test_grammars_that_end_inside_a_block(server, known):
 
 
 def test_every_kind_of_request_in_one_batch(server, texts, known):
-    """Requests whose tokens SGLang's sampler chooses, after the plain rule has accepted others of the same blocks."""
+    """SGLang's sampler chooses tokens for requests whose blocks the fast path has already accepted."""
     kinds = [
         {},
         {"return_logprob": True},
@@ -312,7 +314,7 @@ def test_every_kind_of_request_in_one_batch(server, texts, known):
         assert len(answer["output_ids"]) == 60 or "regex" in request
         if "sampling_seed" not in request and "regex" not in request:
             assert_text(answer, texts[length], length)
-    # From what they have left behind, all kinds of it.
+    # Continuations of everything that these requests left in the cache.
     prompts = [(request["input_ids"] + answer["output_ids"])[:-10] for request, answer in zip(requests, answers)]
     again = server.generate_concurrently([ask(prompt, len(prompt), 20) for prompt in prompts])
     for prompt, answer in zip(prompts, again):
@@ -320,7 +322,7 @@ def test_every_kind_of_request_in_one_batch(server, texts, known):
 
 
 def test_no_slot_leaks(server, texts):
-    """200 requests of mixed lengths, of which a third is given up; SGLang counts its slots whenever it is idle."""
+    """A third of 200 requests of mixed lengths is aborted. SGLang counts its slots whenever it is idle."""
     choose = random.Random(0)
 
     def run(i):

@@ -1,5 +1,7 @@
-"""`--kv-cache-dtype` is that of the target's keys and values and of the drafter's, unless
-`--speculative-draft-kv-cache-dtype` gives the drafter's one of their own."""
+"""`--kv-cache-dtype` sets the dtype of the target's and the drafter's KV.
+
+`--speculative-draft-kv-cache-dtype` sets another dtype for the drafter's.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from serving import Settings
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's CPU engine has fp8 KV on AMX machines only")
 
-# Numbers of KV per token: 4 layers of the target and 3 of the drafter, with keys and values of 2 heads of 64.
+# KV numbers per token: 4 layers of the target and 3 of the drafter, with keys and values of 2 heads of 64.
 TARGET, DRAFTER = 4 * 2 * 2 * 64, 3 * 2 * 2 * 64
 
 
@@ -17,12 +19,12 @@ def num_cycles(answers: list[dict]) -> int:
 
 @pytest.fixture
 def default_answers(keeper, prompts):
-    """With float32 KV: by a server with DFLASH."""
+    """Answers of a server with DFLASH and float32 KV."""
     server = keeper.server(Settings("auto", flags=(("kv-cache-dtype", "auto"),)), dflash=True)
     return server.generate(prompts[:20], max_new_tokens=64, ignore_eos=True)
 
 
-# The drafter was trained on the features of a target without quantised KV: in fp8 its drafts fit less well.
+# The drafter was trained on features of a target without quantised KV, so acceptance in fp8 is lower.
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "dtype", "more_cycles"),
     [
@@ -46,7 +48,7 @@ def test_of_both(keeper, prompts, default_answers, kv_cache_dtype, dtype, more_c
 
 
 def test_of_the_drafter_alone(keeper, prompts, default_answers):
-    """The target's is float32, as its text is."""
+    """The target's KV is float32, and so its text is unchanged."""
     flags = (("speculative-draft-kv-cache-dtype", "bf16"),)
     server = keeper.server(Settings("draft-bf16", dflash_flags=flags), dflash=True)
 

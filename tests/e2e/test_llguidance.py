@@ -1,4 +1,4 @@
-"""Structured output by llguidance, the grammar backend beside SGLang's default, xgrammar."""
+"""Structured output by llguidance, an alternative to SGLang's default grammar backend, xgrammar."""
 
 import pytest
 from grammars import GRAMMARS, assert_valid
@@ -21,7 +21,7 @@ def test_grammars(pair, prompts, name):
 
 
 def test_everything_in_one_batch(pair, prompts):
-    """Greedy requests with and without a grammar, which sampled ones beside them do not change."""
+    """Greedy requests have a grammar or none, and sampled requests in the same batch do not change them."""
     greedy = [*GRAMMARS.values(), {}, {"repetition_penalty": 1.2}]
     sampled = [{"temperature": 0.8} | options for options in (*[GRAMMARS["regex"]] * 3, {})]
     requests = [

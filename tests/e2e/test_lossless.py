@@ -1,4 +1,4 @@
-"""DFLASH's answers are those without speculation, under every layout of KV slots and of steps."""
+"""DFLASH's answers equal those without speculation, under every layout of KV slots and of steps."""
 
 import re
 
@@ -17,7 +17,7 @@ LAYOUTS = [
         dflash_flags=(("speculative-dflash-block-size", 8),),
         plain=DEFAULT,
     ),
-    # Paths that end where the drafter's rows do.
+    # Paths that end at the drafter's last position.
     Settings(
         "page64-sync-trees8",
         flags=(("page-size", 64), SYNC),
@@ -59,7 +59,7 @@ def test_all_prompts(pair, prompts):
 
 
 def test_few_tokens(pair, prompts):
-    """Requests that end with their prefill, or within a token of the end of their first block."""
+    """Requests end with their prefill, or near the end of their first block."""
     lengths = [1, 2, 16, 17, 18] * 6
     requests = [
         {"input_ids": prompt, "max_new_tokens": length, "ignore_eos": True} for prompt, length in zip(prompts, lengths)

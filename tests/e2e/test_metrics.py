@@ -1,4 +1,4 @@
-"""Acceptance in the open: in every answer, in `/server_info`, and in Prometheus' text."""
+"""Acceptance statistics in every answer, in `/server_info`, and in Prometheus' text."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,7 +10,7 @@ def exported(server, name):
     return [sample for sample in samples if sample.name == name]
 
 
-# Without overlap scheduling no cycle runs for a request that has ended, so that the counts are exact.
+# Without overlap scheduling no cycle runs for a request that has ended, so the counts are exact.
 @pytest.mark.parametrize("settings", [REQUESTS_SYNC], indirect=True, ids=str)
 def test_acceptance(pair, prompts):
     server = pair.dflash
@@ -27,7 +27,7 @@ def test_acceptance(pair, prompts):
         histogram = info["spec_correct_drafts_histogram"]
         assert sum(histogram) == info["spec_verify_ct"]
         assert sum(i * count for i, count in enumerate(histogram)) == info["spec_num_correct_drafts"]
-        # The prefill's token, and at most a block behind the last one that was asked for.
+        # The prefill's token, and less than a block past the requested length.
         assert 100 <= 1 + info["spec_num_correct_drafts"] + info["spec_verify_ct"] < 100 + 16
         num_blocks += info["spec_verify_ct"]
     described = server.internal_state()["sglang_dflash"]
@@ -64,6 +64,6 @@ def test_ranks_of_accepted_drafts(pair, prompts):
 
     gained = [now - then for now, then in zip(counts(), before, strict=True)]
     assert sum(gained) == sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
-    # Most are the best candidate of their position, and trees are there for the others.
+    # Most are the best candidate of their position; trees add the others.
     assert gained[0] > sum(gained) / 2 and sum(gained[1:]) > 0.05 * sum(gained)
     assert exported_counts() == {rank: pytest.approx(count) for rank, count in enumerate(counts(), start=1)}

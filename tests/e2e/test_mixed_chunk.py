@@ -1,4 +1,4 @@
-"""`--enable-mixed-chunk`: requests that decode join a batch of prefills, with the one token that has no KV yet."""
+"""`--enable-mixed-chunk`: decoding requests join a batch of prefills, with the one token that has no KV yet."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=st
 
 
 def num_mixed_steps(answers: list[dict]) -> int:
-    """At least: output tokens that come neither from a prefill nor from a verified block."""
+    """Return at least the output tokens that come neither from a prefill nor from a verified block."""
     histograms = [answer["meta_info"].get("spec_correct_drafts_histogram", []) for answer in answers]
     verified = [sum((drafts + 1) * count for drafts, count in enumerate(histogram)) for histogram in histograms]
     return sum(max(0, len(answer["output_ids"]) - 1 - tokens) for answer, tokens in zip(answers, verified))
@@ -57,13 +57,13 @@ def test_lossless(pair, mixed_prompts):
 
 
 def test_requests_of_every_kind(pair, mixed_prompts):
-    """What changes a request's next token counts its whole output, the tokens of mixed steps among them."""
+    """Processors and penalties see a request's whole output, with the tokens of mixed steps."""
     requests = various_requests([*mixed_prompts, *mixed_prompts])
     for request in requests[0::8]:
         request |= {"min_new_tokens": 15, "stop_token_ids": [200, 13], "ignore_eos": False}
     for request in requests[4::8]:
         request |= DISALLOWED
-    # Whoever wants log probabilities is never mixed, and keeps the others of its batch from it.
+    # Requests for log probabilities are never mixed, and prevent it for their batch.
     requests = [request for request in requests if "return_logprob" not in request]
 
     answers = pair.lossless(lambda server: server.generate_concurrently(requests))
@@ -72,7 +72,7 @@ def test_requests_of_every_kind(pair, mixed_prompts):
 
 
 def test_last_hidden_states(pair, mixed_prompts):
-    """Of prompts in chunks, several in a batch, which may end with the first token."""
+    """Prompts are in chunks, several in a batch, and some requests end with the first token."""
     bodies = [
         {"model": "tiny", "prompt": [10 + i, *prompt], "temperature": 0, "max_tokens": 1 + 4 * (i % 3)}
         | {"return_hidden_states": "last"}

@@ -11,7 +11,7 @@ PATIENCE = 5
 
 
 def stream_until_whole(server, prompt):
-    """Chunks of a streamed answer, one per step. The HTTP process merges chunks while it is busy: then once more."""
+    """Return the chunks of a streamed answer, one per step. If a busy HTTP process merges chunks, ask once more."""
     for _ in range(PATIENCE):
         server.flush_cache()
         chunks = list(server.stream(prompt, max_new_tokens=MAX_NEW_TOKENS))

@@ -1,4 +1,4 @@
-"""KV slots under pressure: retraction, aborts, many requests. The `pair` fixture checks that none is left behind."""
+"""KV slots under pressure: retraction, aborts, many requests. The `pair` fixture checks that no slot leaks."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,7 @@ import pytest
 from serving import DEFAULT, PLAIN_SYNC, RETRACT, SMALL_POOL, SYNC, Settings, assert_same_answers, trees
 
 SMALL_POOLS = [
-    # Compared with what keeps its penalties: SGLang's own forget, when retracted, what was generated before.
+    # The reference must keep its penalties; SGLang's own forget the tokens generated before a retraction.
     Settings("small-pool", flags=SMALL_POOL, env=RETRACT, plain=PLAIN_SYNC),
     Settings("small-pool-page16-sync", flags=(*SMALL_POOL, ("page-size", 16), SYNC), env=RETRACT, plain=PLAIN_SYNC),
     # Requests hold slots for more nodes than a path has.
@@ -45,7 +45,7 @@ def test_penalties_survive_retraction(pair, prompts):
 
 @pytest.mark.parametrize("settings", SMALL_POOLS, indirect=True, ids=str)
 def test_a_request_that_fills_the_pool(pair, prompts):
-    """It ends as early as its next two blocks might not fit, but it ends well."""
+    """The request ends as soon as its next two blocks might not fit, and it ends properly."""
     size = dict(pair.dflash.settings.flags)["max-total-tokens"]
     page_size = dict(pair.dflash.settings.flags).get("page-size", 1)
     prompt = sum(prompts, [])[: size - 150]
@@ -81,7 +81,7 @@ def test_parallel_samples(pair, prompts):
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 @pytest.mark.parametrize("how", ["disconnect", "abort_request"])
 def test_abort_in_mid_stream(pair, prompts, how):
-    """The others of the batch go on as if the aborted request had never been there."""
+    """Other requests of the batch go on as if the aborted request had never been there."""
     victim = {"input_ids": prompts[1], "max_new_tokens": 1900, "ignore_eos": True}
     others = [{"input_ids": prompt, "max_new_tokens": 300, "ignore_eos": True} for prompt in prompts[20:26]]
     quiet = pair.plain.generate_concurrently([victim | {"max_new_tokens": 300}, *others])

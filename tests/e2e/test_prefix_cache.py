@@ -1,4 +1,4 @@
-"""A radix hit reuses the target's KV and the drafter's context, which lie in the same slots."""
+"""A radix hit reuses the target's KV and the drafter's context, which are in the same slots."""
 
 import pytest
 from oracle import assert_same_cycles
@@ -12,7 +12,7 @@ def page_floor(num_tokens, settings):
     return num_tokens // page_size * page_size
 
 
-# 64 is whole pages and chunks; the others end inside a page, 3 and 8 inside the first one.
+# 64 is a multiple of pages and chunks. The others end inside a page, 3 and 8 inside the first one.
 @pytest.mark.parametrize("shared", [3, 8, 50, 64, 100, 151])
 def test_second_request_reuses_a_shared_prefix(pair, prompts, oracle, shared):
     first, other = sum(prompts[20:24], []), sum(prompts[30:34], [])
@@ -32,7 +32,7 @@ def test_second_request_reuses_a_shared_prefix(pair, prompts, oracle, shared):
 
 
 def test_hit_drafts_as_a_cold_cache_does(pair, prompts):
-    """The same prompt again: all of it but the last token, or page, comes from the cache."""
+    """The same prompt is sent again, and all of it but the last token, or page, comes from the cache."""
     prompt = sum(prompts[10:13], [])
 
     cold, hit = pair.lossless(lambda server: [server.generate(prompt, max_new_tokens=100) for _ in range(2)])
@@ -45,7 +45,7 @@ def test_hit_drafts_as_a_cold_cache_does(pair, prompts):
 
 
 def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
-    """A conversation: the second prompt is the first one, its answer and more; both were appended to the context."""
+    """The second prompt is the first one, its answer and more; both were appended to the context."""
     question, follow_up = prompts[4], prompts[5][:20]
 
     def converse(server):
@@ -55,7 +55,7 @@ def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
 
     dflash, plain = pair.ask(converse)
 
-    # Whether the last token of an answer has KV depends on how far its last step ran.
+    # The KV of an answer's last token depends on the length of its last step.
     length = len(question) + 50
     allowed = {page_floor(length - 1, pair.dflash.settings), page_floor(length, pair.dflash.settings)}
     assert dflash[1]["meta_info"]["cached_tokens"] in allowed
@@ -65,7 +65,7 @@ def test_next_turn_reuses_the_generated_tokens(pair, prompts, oracle):
 
 
 def test_many_requests_share_a_prefix(pair, prompts):
-    """Hits, inserts and splits of the tree while others run."""
+    """The radix tree gets hits, inserts and splits while other requests run."""
     shared = sum(prompts[40:42], [])[:90]
     requests = [
         {"input_ids": shared[: 90 - 7 * (i % 5)] + prompts[i], "max_new_tokens": 40, "ignore_eos": True}

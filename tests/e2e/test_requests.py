@@ -1,4 +1,4 @@
-"""What a request may ask for beside tokens, and what changes them: the answers are those without speculation."""
+"""Requested outputs besides tokens, and options that change tokens: the answers equal those without speculation."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_grammars(pair, prompts, name):
 
 
 def test_answers_that_ignore_their_end_end_with_their_grammar(pair, prompts):
-    """Without speculation, SGLang notices the end of a grammar one token late: that token is no part of the answer."""
+    """Without speculation SGLang notices the end of a grammar one token late; that token is not part of the answer."""
     dflash, plain = pair.ask(generate(prompts[:4], **GRAMMARS["regex"], max_new_tokens=120))
 
     ended = 0
@@ -84,7 +84,7 @@ def test_everything_in_one_batch(pair, prompts):
 
 
 def numbers_of(tree):
-    """Finite numbers of nested lists and objects, in order; token texts are left out."""
+    """Return the finite numbers of nested lists and objects in order, without token texts."""
     if isinstance(tree, dict):
         tree = [tree[key] for key in sorted(tree)]
     if isinstance(tree, list):
@@ -115,7 +115,7 @@ def test_log_probabilities(pair, prompts):
 
 
 def test_log_probabilities_of_some(pair, prompts):
-    """One request of a batch asks for them, and each for other ones."""
+    """Some requests of a batch ask for log probabilities, each for different ones."""
     requests = [
         {"input_ids": prompt, "max_new_tokens": 40} | options
         for prompt, options in zip(
@@ -155,7 +155,7 @@ def test_openai_log_probabilities(pair):
 
 
 def test_hidden_states(pair, prompts):
-    # Prompts without a common prefix: there are none for tokens that the radix cache knows.
+    # Prompts without a common prefix, because tokens in the radix cache have no hidden states.
     requests = [
         {"input_ids": [10 + i, *prompt], "max_new_tokens": 30, "ignore_eos": True, "return_hidden_states": i != 1}
         for i, prompt in enumerate(prompts[:3])

@@ -1,10 +1,10 @@
-"""Sampled answers: seeded ones are those without speculation, token for token, whatever the batch they are in."""
+"""Sampled answers: with seeds, they equal those without speculation token for token, in any batch."""
 
 import pytest
 from serving import DEFAULT, SYNC, Settings, assert_same_answers
 
-# Requests are sampled by their seeds only in this mode. The server without speculation runs without overlap scheduling,
-# with which its penalties would be a token late.
+# Requests are sampled by their seeds only in this mode. The server without speculation has no overlap scheduling, with
+# which its penalties would be one token late.
 SEEDED = ("enable-deterministic-inference", True)
 SETTINGS = [Settings("seeded", flags=(SEEDED,), plain_flags=(SYNC,)), Settings("seeded-sync", flags=(SEEDED, SYNC))]
 SAMPLED = {
@@ -21,7 +21,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
 def test_seeded(pair, prompts):
-    """Greedy requests and sampled ones of every kind in one batch, and alone on the server without speculation."""
+    """Greedy and sampled requests of every kind share a batch; on the server without speculation each is alone."""
     kinds = [*SAMPLED.values(), {"temperature": 0}, {"temperature": 0}]
     requests = [
         {"input_ids": prompts[i], "max_new_tokens": 60, "sampling_seed": 100 + i} | kinds[i % len(kinds)]
@@ -51,7 +51,7 @@ def test_log_probabilities_of_sampled_tokens(pair, prompts):
 @pytest.mark.cpu(reason="on CUDA servers of float32 give every request a seed, and refuse min_p; see tests/gpu")
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 def test_unseeded(pair, prompts):
-    """Without seeds no two answers need be the same; a temperature near 0 leaves nothing to chance."""
+    """Without seeds two answers may differ, but a temperature near 0 determines them."""
     requests = [{"input_ids": prompts[4], "max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}] * 4
     cold = [{"input_ids": prompt, "max_new_tokens": 40, "temperature": 1e-4, "min_p": 0.5} for prompt in prompts[:4]]
 

@@ -38,7 +38,7 @@ def target():
 
 
 def answer_of_transformers(target, tokenizer, question):
-    """Its tokens, the one that ends it left out."""
+    """Return the tokens of an answer without the end token."""
     message = [{"role": "user", "content": question}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(chat, return_tensors="pt")
@@ -56,7 +56,7 @@ def test_chat(keeper, target, tokenizer, question):
     answer = server.post("/v1/chat/completions", body | {"max_tokens": MAX_NEW_TOKENS})
 
     assert answer["choices"][0]["message"]["content"] == tokenizer.decode(expected)
-    # Far fewer cycles than tokens: the drafter is this target's.
+    # Far fewer cycles than tokens, because the drafter was trained for this target.
     cycles = server.internal_state()["sglang_dflash"]["verified_blocks"] - verified_before
     assert 0 < cycles < 0.75 * len(expected)
     if "France" in question:

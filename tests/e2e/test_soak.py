@@ -1,4 +1,4 @@
-"""scripts/soak.py: requests of every kind from several clients at a time, for a few seconds."""
+"""scripts/soak.py: several clients send requests of every kind for a few seconds."""
 
 import argparse
 import json

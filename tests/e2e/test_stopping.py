@@ -1,4 +1,4 @@
-"""A request that ends inside a block ends where it would have ended without speculation."""
+"""A request that ends inside a block ends where it would end without speculation."""
 
 import re
 
@@ -7,8 +7,8 @@ from oracle import EOS, answer_lengths
 from serving import DEFAULT, PAGED
 
 CONTEXT_LENGTH = 2048
-# (prompt, tokens left out at its end): the answer soon ends with EOS, and most often the cycle had accepted more behind
-# it. Found by trying; another pair ends elsewhere.
+# (prompt, tokens to leave out at its end): the answer soon ends with EOS, mostly in a cycle that accepted more tokens.
+# Found by trying; another pair ends elsewhere.
 ENDS_EARLY = [(57, 1), (43, 4), (57, 4), (43, 7), (26, 10), (23, 13), (26, 31), (21, 0)]
 
 pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED], indirect=True, ids=str)
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("settings", [DEFAULT, PAGED], indirect=True
 
 @pytest.fixture(scope="module")
 def inner_tokens(prompts, oracle):
-    """(prompt, answer, i): token i of the answer is new in it, and neither the first nor the last of its cycle."""
+    """Return (prompt, answer, i): token i is new in the answer, and neither the first nor the last of its cycle."""
     found = []
     for prompt in prompts[::4]:
         output = oracle.generate(prompt, 96)
@@ -61,7 +61,7 @@ def test_stop_token_inside_a_block(pair, inner_tokens):
 def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim):
     requests, stops = [], []
     for prompt, tokens, i in inner_tokens:
-        # Two tokens of text, so that the match begins in one token and ends in the next.
+        # A text of two tokens, so that the match begins in one token and ends in the next.
         stop = tokenizer.decode(tokens[i - 1 : i + 1])
         if stop in tokenizer.decode(tokens[:i]):
             continue
@@ -79,7 +79,7 @@ def test_stop_string_inside_a_block(pair, inner_tokens, tokenizer, no_stop_trim)
 
 
 def test_first_of_several_ends(pair, inner_tokens, tokenizer):
-    """In one cycle a request meets two of its ends, and the one that SGLang looks for first comes last."""
+    """A request meets two of its ends in one cycle, and the one that SGLang checks first comes last."""
     requests, lengths = [], []
     for prompt, tokens, i in inner_tokens:
         here, next_ = (tokenizer.decode([token]) for token in tokens[i : i + 2])
@@ -90,7 +90,7 @@ def test_first_of_several_ends(pair, inner_tokens, tokenizer):
             {"stop_token_ids": [tokens[i]], "stop_regex": [re.escape(next_)]},
             {"stop": [next_, here]},
             {"stop": [next_], "stop_regex": [re.escape(here)]},
-            # One that `re` is not left alone with.
+            # A pattern that is not left to `re`.
             {"stop": [next_], "stop_regex": [f"(x+)+y|{re.escape(here)}"]},
         ):
             requests.append({"input_ids": prompt, "max_new_tokens": 96, **ends})
@@ -105,7 +105,7 @@ def test_first_of_several_ends(pair, inner_tokens, tokenizer):
 
 
 def test_context_limit(pair, prompts, mixed_prompts):
-    """Requests that fill the context, between others that must not notice."""
+    """Requests fill the context while others continue, which must not notice."""
     text = sum(prompts, [])
     long_prompts = [
         text[start : start + CONTEXT_LENGTH - room] for start, room in ((0, 40), (500, 33), (900, 17), (1300, 7))

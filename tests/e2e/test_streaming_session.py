@@ -1,4 +1,4 @@
-"""Sessions that keep the KV of a conversation (`--enable-streaming-session`): a turn goes on where one ended."""
+"""Sessions that keep the KV of a conversation (`--enable-streaming-session`): a turn continues where one ended."""
 
 import pytest
 from serving import SYNC, Settings
@@ -12,7 +12,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, indirect=True, ids=str)
 def test_turns(pair, prompts):
-    """Turns that end inside a block and at its end, as their lengths come."""
+    """Turns end inside a block or at its end."""
 
     def converse(server):
         answers = []

@@ -1,7 +1,7 @@
 """Two tensor-parallel ranks, and two replicas, on the CPU: the text is one rank's without speculation.
 
-Two ranks sum in another order than one, so their float32 logits differ in the last bits. The tiny pair's two best
-logits are hardly ever that close: its answers are the same on either, and a difference here is a fault.
+Two ranks sum in another order than one, so their float32 logits differ in the last bits. The tiny pair's best two
+logits are hardly ever that close. So its answers are the same, and a difference here is an error.
 """
 
 import base64
@@ -47,7 +47,7 @@ def test_500_mixed_requests(pair, prompts):
 
 @pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
 def test_sampled_and_constrained_requests(pair, prompts):
-    """Ranks that disagreed about a token would disagree about the next length, and wait for each other forever."""
+    """Ranks that choose different tokens would also use different lengths, and wait for each other forever."""
     kinds = [
         {"temperature": 1.0},
         {"temperature": 1.5, "top_p": 0.9},
@@ -103,7 +103,7 @@ def test_abort_in_mid_stream(pair, prompts):
 @pytest.mark.parametrize("settings", [TWO_RANKS], indirect=True, ids=str)
 @pytest.mark.parametrize(("kind", "state"), [("no pickle", "Nothing was loaded."), ("shape", "may have been loaded")])
 def test_tensors_that_one_rank_cannot_load(pair, prompts, kind, state):
-    """The update has failed on both, or they would go on with different caches."""
+    """The update fails on both ranks. Otherwise they would continue with different caches."""
     name = "model.layers.0.self_attn.o_proj.weight"
     zeros = torch.zeros_like(load_file(TARGET_DIR / "model.safetensors")[name])
     payloads = [pickle.dumps([(name, zeros)]), b"x" if kind == "no pickle" else pickle.dumps([(name, zeros[1:])])]
@@ -133,7 +133,7 @@ def test_retraction(pair, prompts):
 
 @pytest.mark.parametrize("settings", [TWO_REPLICAS], indirect=True, ids=str)
 def test_replicas(pair, prompts):
-    """Each replica is a server of its own; requests go to them in turn."""
+    """Each replica is a server of its own, and requests go to them in turn."""
     answers = pair.lossless(
         lambda server: server.generate_concurrently(
             [{"input_ids": prompt, "max_new_tokens": 40} for prompt in prompts[:24]]

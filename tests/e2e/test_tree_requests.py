@@ -1,4 +1,4 @@
-"""Requests of every kind where drafts are verified in trees: those that SGLang's sampler chooses for get chains."""
+"""Requests of every kind with trees: those that need SGLang's sampler verify chains."""
 
 import pytest
 from grammars import GRAMMARS
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.parametrize("settings", [REQUESTS_TREES], indirect=True
 
 
 def test_everything_in_one_batch(pair, prompts):
-    """Half of the requests are verified in trees."""
+    """Half of the requests verify trees."""
     overruled = [*ADJUSTED.values(), *GRAMMARS.values(), {"return_logprob": True}]
     requests = [
         {"input_ids": prompts[i], "max_new_tokens": 70, "ignore_eos": i % 2 == 0}
@@ -23,7 +23,7 @@ def test_everything_in_one_batch(pair, prompts):
 
 
 def test_hidden_states(pair, prompts):
-    """Of the tokens of accepted paths, wherever their nodes were; and of chains."""
+    """Hidden states are those of the accepted paths' tokens, at any node, and of chains."""
     requests = [
         {"input_ids": [10 + i, *prompt], "max_new_tokens": 30, "ignore_eos": True, "return_hidden_states": i != 1}
         | ({"presence_penalty": 0.3} if i == 2 else {})

@@ -1,4 +1,4 @@
-"""SGLang's Triton attention, the kernels a GPU would run, through Triton's interpreter."""
+"""SGLang's Triton attention, with the kernels of a GPU in Triton's interpreter."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_backends_of_target_and_drafter(pair, prompts, oracle, draft_backend):
 
 @pytest.mark.slow
 def test_masks(tmp_path):
-    """Every mask of a drafter layer, and those of a target whose sliding layers have a pool of their own."""
+    """Every mask of a drafter layer, and masks of a target whose sliding layers have a separate pool."""
     script, output = Path(__file__).parents[1] / "support" / "masks.py", tmp_path / "errors.json"
     command = [sys.executable, script, "triton", "float32", "16", "8", "2", "128", output]
     environment = os.environ | ENV | {"TRITON_INTERPRET": "1"}

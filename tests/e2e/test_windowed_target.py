@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 EVICTION_INTERVAL = 128
 
 
-# The pool of the sliding layers is a small part of the other's, and just large enough for the requests below. The
-# warm-up request is text, of tokens that this vocabulary does not have.
+# The pool of the sliding layers is a small part of the other pool, and just large enough for the requests below. There
+# is no warm-up request: it is text, whose tokens this vocabulary does not have.
 FLAGS = (
     ("max-total-tokens", 20000),
     ("swa-full-tokens-ratio", 0.1),
@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: param[0])
 def settings(request, checkpoints):
-    """In place of the settings that other tests name: these need the checkpoints' paths."""
+    """Return settings that contain the checkpoints' paths, in place of the common ones."""
     name, flags = request.param
     target, drafter = checkpoints
     return Settings(
@@ -53,12 +53,12 @@ def settings(request, checkpoints):
 
 @pytest.fixture(scope="module")
 def reference(checkpoints):
-    """transformers' own target, whose windows are exact."""
+    """Return transformers' own target, whose windows are exact."""
     return AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float64, attn_implementation="eager").eval()
 
 
 def prompt_of(length: int, start: int = 0) -> list[int]:
-    """Tokens of the target's small vocabulary, in no order it could know."""
+    """Return tokens of the target's small vocabulary in an order that it cannot predict."""
     return [2 + (start + 7 * i + i * i // 5) % 14 for i in range(length)]
 
 
@@ -82,7 +82,7 @@ def test_concurrent_requests_over_several_windows(pair, reference):
 
 
 def test_a_long_answer_leaves_the_pool_of_the_sliding_layers_flat(pair):
-    """Which never holds more than the prompt, a window and what waits for its eviction."""
+    """The pool never holds more than the prompt, a window and the slots that wait for eviction."""
     before = len(pair.dflash.log())
     prompt = prompt_of(60)
 

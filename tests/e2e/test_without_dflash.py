@@ -1,4 +1,4 @@
-"""Servers that do not ask for DFLASH are SGLang's own; that `/server_info` says so is asserted when they start."""
+"""Servers without DFLASH are SGLang's own; their start checks that `/server_info` says so."""
 
 import pytest
 from serving import DEFAULT, Settings
@@ -16,7 +16,7 @@ def test_server_without_speculation(pair, prompts, oracle):
 
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
 def test_scores(pair, prompts):
-    """SGLang computes these without a decode step where there is no speculation."""
+    """Without speculation, SGLang computes these without a decode step."""
     body = {"model": "m", "query": "def f(", "items": ["x", "y)"], "label_token_ids": [5, 6, 7]}
     expected, answer = (server.post("/v1/score", body)["scores"] for server in (pair.plain, pair.dflash))
 
@@ -27,7 +27,7 @@ def test_scores(pair, prompts):
 
 
 def test_server_without_the_plugin(keeper, prompts, oracle):
-    """What SGLang cannot be imported without on a CPU does not come through its plugins."""
+    """The modules that SGLang needs on a CPU to be imported do not depend on its plugins."""
     server = keeper.server(Settings("no-plugins", env=(("SGLANG_PLUGINS", "none"),)), dflash=False)
 
     answer = server.generate(prompts[0], max_new_tokens=40)

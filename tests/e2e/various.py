@@ -1,4 +1,4 @@
-"""Requests of every kind that takes its own way through a decode cycle, side by side."""
+"""Requests of every kind that has its own path through a decode cycle, in one batch."""
 
 from grammars import FUNCTIONS
 
@@ -11,7 +11,7 @@ KINDS = [
 
 
 def various_requests(prompts: list[list[int]]) -> list[dict]:
-    """A request per prompt, the kinds in turn, with answers of 20 to 98 tokens."""
+    """Return one request per prompt, of all kinds in turn, with answers of 20 to 98 tokens."""
     return [
         {"input_ids": prompt, "max_new_tokens": 20 + 13 * (i % 7), "ignore_eos": True} | KINDS[i % len(KINDS)]
         for i, prompt in enumerate(prompts)
