@@ -142,7 +142,7 @@ MALFORMED = {
     "more log probabilities than tokens": GOOD | {"return_logprob": True, "top_logprobs_num": VOCAB_SIZE + 1},
     "log probabilities below 0": GOOD | {"return_logprob": True, "top_logprobs_num": -1},
     "log probabilities from a word on": GOOD | {"return_logprob": True, "logprob_start_len": "x"},
-    "log probabilities from behind the prompt": GOOD | {"return_logprob": True, "logprob_start_len": 10**6},
+    "log probabilities from after the prompt": GOOD | {"return_logprob": True, "logprob_start_len": 10**6},
     "regex that does not compile": sampling(regex="(((("),
     "json_schema that is no JSON": sampling(json_schema="{"),
     "ebnf that does not parse": sampling(ebnf="root := ???"),
@@ -264,7 +264,7 @@ def test_stop_regex_is_honoured(server, good_text):
 
 @pytest.mark.usefixtures("undisturbed")
 def test_refused_beside_good_in_one_batch(server, good_text):
-    """Each request of a batch is checked alone, but one error fails the batch. Nothing of the batch stays behind."""
+    """Each request of a batch is checked alone, but one error fails the batch. Nothing of the batch remains."""
     response = post(
         server,
         "/generate",

@@ -209,14 +209,14 @@ def test_continued_texts(server, texts, known):
 
     assert all(right), right
     # The text after these prompts crosses several boundaries.
-    behind = [(length, cached) for length, cut, cached in found if cut > length + 150]
+    later = [(length, cached) for length, cut, cached in found if cut > length + 150]
     if not keeps_states(server):
-        assert all(cached >= length for length, cached in behind), found
+        assert all(cached >= length for length, cached in later), found
         return
-    assert all(cached > length for length, cached in behind), found
+    assert all(cached > length for length, cached in later), found
     # A request that was retracted after the last boundary has states at the ends of its prefill's chunks. Those are no
     # multiples if another prompt shared a chunk.
-    assert any(cached % INTERVAL == 0 for _, cached in behind), found
+    assert any(cached % INTERVAL == 0 for _, cached in later), found
 
 
 @pytest.mark.cpu(reason="a CUDA graph has been recorded with nothing left out")

@@ -10,11 +10,11 @@ pytestmark = pytest.mark.parametrize("settings", [REQUESTS_TREES], indirect=True
 
 def test_everything_in_one_batch(pair, prompts):
     """Half of the requests verify trees."""
-    overruled = [*ADJUSTED.values(), *GRAMMARS.values(), {"return_logprob": True}]
+    fallback = [*ADJUSTED.values(), *GRAMMARS.values(), {"return_logprob": True}]
     requests = [
         {"input_ids": prompts[i], "max_new_tokens": 70, "ignore_eos": i % 2 == 0}
-        | (overruled[i // 2] | {"ignore_eos": False} if i % 2 else {})
-        for i in range(2 * len(overruled))
+        | (fallback[i // 2] | {"ignore_eos": False} if i % 2 else {})
+        for i in range(2 * len(fallback))
     ]
 
     pair.lossless(lambda server: server.generate_concurrently(requests))

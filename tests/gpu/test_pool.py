@@ -135,7 +135,7 @@ MANY = {
 # Answers end at their length, with any tokens.
 LONG = {"ignore_eos": True}
 PLAIN = [LONG | {"temperature": 0}, LONG | {"temperature": 1.0, "top_p": 0.9}]
-OVERRULED = [
+FALLBACK = [
     {"temperature": 0, "return_logprob": True},
     {"temperature": 1.0, "top_p": 0.9, "return_logprob": True},
     {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -155,15 +155,15 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     for penalties and biases.
     """
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
-    seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(OVERRULED))]
-    overruled = [kind | LONG | seed for kind, seed in zip(OVERRULED, seeds, strict=True)]
+    seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(FALLBACK))]
+    fallback = [kind | LONG | seed for kind, seed in zip(FALLBACK, seeds, strict=True)]
     environment = STRICT | {
         # Free memory is then memory that is not needed: no cached block waits for a request of its size.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
 
     # Answers so short that the test takes some minutes.
-    rounds = [PLAIN, [*PLAIN, *overruled], overruled]
+    rounds = [PLAIN, [*PLAIN, *fallback], fallback]
     result, least_free = fill(tmp_path, engine, (0.92, 0.13), rounds, environment)
 
     counted = {name: num_bytes >> 20 for name, num_bytes in result["described"]["cycle_bytes"].items()}

@@ -16,9 +16,9 @@ BACKENDS = ["fa3", "flashinfer", "triton"]
 
 # Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens.
 CPU_ACCEPT_LENGTH = 4.334
-# In trees of 16 nodes, of 8 candidates for every position (scripts/results/tiny_pair_trees_cpu.md).
+# The same in trees of 16 nodes with 8 candidates per position (scripts/results/tiny_pair_trees_cpu.md).
 CPU_TREE_ACCEPT_LENGTH = 6.04
-# Likewise (scripts/results/hybrid_pair.md).
+# The same for the hybrid pair (scripts/results/hybrid_pair.md).
 HYBRID_CPU_ACCEPT_LENGTH = 2.597
 
 # Two logits this close may change places. The target's logits reach 32 to 64, where neighbouring bf16 numbers are 0.25

@@ -21,13 +21,13 @@ def test_matches_reference(bs, block_size, vocab, device):
     repetition = 0.5 + torch.rand(bs, device=device)
     # One request has no penalties.
     frequency[:1], presence[:1], repetition[:1] = 0, 0, 1
-    behind = padded[:, vocab:].clone()
+    others = padded[:, vocab:].clone()
 
     apply_penalties(logits, block_tokens, counts, slots, frequency, presence, repetition)
 
     reference(want, block_tokens, counts, slots, frequency, presence, repetition)
     torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(padded[:, vocab:], behind, rtol=0, atol=0)
+    torch.testing.assert_close(padded[:, vocab:], others, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("apply", [apply_penalties, reference])

@@ -48,12 +48,12 @@ class Served:
         for i, token in zip((*places, *decoding), written, strict=True):
             self.texts[i].append(token)
 
-    def cycle(self, places: list[int], overruled: tuple[int, ...] = ()) -> None:
-        """Run a cycle. For the overruled requests SGLang's sampler decides after the graph, and differs from it."""
+    def cycle(self, places: list[int], fallback: tuple[int, ...] = ()) -> None:
+        """Run a cycle. For the `fallback` requests SGLang's sampler decides after the graph, and differs from it."""
         rows = 1 + torch.tensor(places)
         bonus = torch.tensor([self.texts[i][-1] for i in places])
         by_graph, decided = (Acceptance.empty(len(places), WIDTH, "cpu") for _ in range(2))
-        is_chain = torch.tensor([int(i in overruled) for i in places])
+        is_chain = torch.tensor([int(i in fallback) for i in places])
         for accepted in (by_graph, decided):
             accepted.out_tokens.copy_(torch.tensor([draw(WIDTH) for _ in places]))
             accepted.accept_lens.copy_(torch.randint(1, WIDTH + 1, (len(places),)))
@@ -64,7 +64,7 @@ class Served:
         again.accept_lens.copy_(decided.accept_lens[index])
         self.bigrams.add(rows[index], bonus[index], again)
         for place, i in enumerate(places):
-            accepted = decided if i in overruled else by_graph
+            accepted = decided if i in fallback else by_graph
             self.texts[i] += accepted.out_tokens[place, : accepted.accept_lens[place]].tolist()
 
     def assert_known(self, places: list[int]) -> None:
@@ -80,7 +80,7 @@ def test_tables_are_those_of_the_texts():
     served.prefill([0, 1])
     served.assert_known([0, 1])
     for _ in range(8):
-        served.cycle([0, 1], overruled=(1,))
+        served.cycle([0, 1], fallback=(1,))
     served.prefill([2], decoding=(1, 0))
     served.cycle([2, 0, 1])
     served.assert_known([0, 1, 2])
@@ -89,7 +89,7 @@ def test_tables_are_those_of_the_texts():
     served.bigrams.tables[1] = 7
     served.reqs[0].output_ids.extend(served.texts[0][len(served.reqs[0].origin_input_ids) :])
     served.prefill([0], decoding=(2,))
-    served.cycle([1, 0, 2], overruled=(0, 2))
+    served.cycle([1, 0, 2], fallback=(0, 2))
     served.assert_known([0, 1, 2])
 
 

@@ -55,7 +55,7 @@ class Drafts:
         """Return the columns of the best tokens per depth, best first: [W - 1, num_candidates] int64."""
         return self.log_probs.topk(self.num_candidates, dim=-1).indices
 
-    def behind(self, first: int | None, depth: int) -> Tensor:
+    def after(self, first: int | None, depth: int) -> Tensor:
         """Return log probabilities [V] of the tokens at a depth >= 1 after the draft `first`; None is the bonus token.
 
         The drafter predicts depths independently. Candidates that follow `first` in the text count e^2 times as much,
@@ -109,7 +109,7 @@ def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
 
     def open_node(node: int) -> None:
         if (depth := depths[node]) < num_depths:
-            row = drafts.behind(tokens[node - 1] if node else None, depth + 1)[drafts.columns[depth]]
+            row = drafts.after(tokens[node - 1] if node else None, depth + 1)[drafts.columns[depth]]
             for token, log_prob in zip(candidates[depth], row.tolist(), strict=True):
                 heapq.heappush(heap, (-sums[node] - log_prob, next(order), node, token))
 
@@ -130,8 +130,8 @@ def accept_path(tree: Tree, target_tokens: Tensor) -> list[int]:
     path = [0]
     while True:
         wanted = int(target_tokens[path[-1]])
-        behind = (node for node in range(1, len(tree.parents)) if tree.parents[node] == path[-1])
-        found = next((node for node in behind if int(tree.tokens[node - 1]) == wanted), None)
+        children = (node for node in range(1, len(tree.parents)) if tree.parents[node] == path[-1])
+        found = next((node for node in children if int(tree.tokens[node - 1]) == wanted), None)
         if found is None:
             return path
         path.append(found)
@@ -166,7 +166,7 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
         is_refused = token_ids == target_tokens[path[-1]]
         if is_refused.any():
             last = int(tree.tokens[path[-1] - 1]) if depth else None
-            to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - drafts.behind(last, depth + 1)[is_refused]
+            to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - drafts.after(last, depth + 1)[is_refused]
             to_be_a_candidate = ranked[depth, num_candidates - 1] - log_probs[depth, is_refused]
             distances.append(max(float(to_be_a_node), float(to_be_a_candidate)))
     return min(distances)
