@@ -2,8 +2,8 @@
 
 One drafter forward gives a distribution for every token of a block. A chain uses the best token of each; a tree has the
 N - 1 most probable beginnings of a block, so that a second choice is verified where the first is wrong. A request whose
-tokens the cycle does not choose (`BlockSampler.overruled`) has a chain in place of its tree, as what is applied to its
-logits depends on the tokens before each.
+tokens the cycle does not choose (`FallbackSampler.needs_fallback`) has a chain in place of its tree, as what is applied
+to its logits depends on the tokens before each.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
-from sglang_dflash.verify.sampler import BlockSampler, Part
+from sglang_dflash.verify.sampler import FallbackResult, FallbackSampler
 from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class DFlashWorker(BaseSpecWorker):
         self._head = DraftHead.of(draft_model, target_model.lm_head, tp_group, self._num_candidates)
         # Request slots are no more than running requests, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
-        self._sampler = BlockSampler(target_worker.model_runner, num_slots, tp_group)
+        self._sampler = FallbackSampler(target_worker.model_runner, num_slots, tp_group)
         self._bigrams = Bigrams(num_slots, self.device) if self._num_candidates > 1 else None
         # Equal on all tensor-parallel ranks, which run the same cycles.
         self._seeds = random.Random(target_worker.random_seed)
@@ -152,37 +152,42 @@ class DFlashWorker(BaseSpecWorker):
             return self._idle(on_publish)
         self._head.refresh()
         seq_lens = batch.seq_lens
-        overruled = self._sampler.overruled(batch)
-        step = self._run_cycle(batch, overruled, is_overlapped=on_publish is not None)
-        parts = self._overrule(batch, step, overruled, grammar_barrier)
-        if overruled and self._states is not None:
-            self._states.commit(batch.req_pool_indices, seq_lens, step.accepted.accept_lens)
+        fallback = self._sampler.needs_fallback(batch)
+        slots = None
+        if fallback and self._states is not None:
+            # The scheduler may give them to other requests once the replay is done.
+            slots = self._states.copy_slots(batch.req_pool_indices)
+        step = self._run_cycle(batch, fallback, is_overlapped=on_publish is not None)
+        resolved = self._sampler.resolve(batch, fallback, step, self._cycle, grammar_barrier)
+        if slots is not None:
+            self._states.commit_copied(slots, seq_lens, step.accepted.accept_lens)
         if on_publish is not None:
             # The scheduler prepares the next cycle.
             on_publish(step.accepted.new_seq_lens)
-        return self._end_cycle(batch, step, parts)
+        return self._end_cycle(batch, step, resolved)
 
-    def _run_cycle(self, batch: ScheduleBatch, overruled: list[int], is_overlapped: bool) -> Step:
-        """One cycle, by the plain rule, which is that of all requests but the `overruled`.
+    def _run_cycle(self, batch: ScheduleBatch, fallback: list[int], is_overlapped: bool) -> Step:
+        """Run one cycle, which chooses the tokens of all requests.
 
         Args:
+            fallback: batch indices of requests whose tokens are chosen again by SGLang's sampler.
             is_overlapped: whether the host prepares the next one while this one runs.
         """
         cycle, bs = self._cycle, batch.batch_size()
         cycle.begin()
-        width = self._draft_length.choose(batch, overruled)
+        width = self._draft_length.choose(batch, fallback)
         graphs = None if self._graphs is None else self._graphs[width]
         # Of greedy requests no rank needs the logits of the others.
-        in_shards = not overruled and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
+        in_shards = not fallback and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
         static = None if graphs is None else graphs.inputs(bs)
         inputs = cycle.allocate(bs, width) if static is None else static
-        self._fill_blocks(batch, inputs, overruled)
+        self._fill_blocks(batch, inputs, fallback)
         forward_batch = self._verify_batch(batch, inputs, width)
         if static is not None and graphs.can_run_graph(forward_batch):
             self._draft_length.before_replay()
             with graphs.serving(in_shards):
                 output = self._verify(forward_batch, can_run_cuda_graph=True)
-            self._draft_length.launched(bs, width, is_timed=is_overlapped and not overruled)
+            self._draft_length.launched(bs, width, is_timed=is_overlapped and not fallback)
             return graphs.step(forward_batch, output, batch.has_grammar)
         # Without a graph, attention backends have the queries of whole blocks; a CPU's looks at each batch.
         assert graphs is None or width == cycle.num_rows
@@ -191,40 +196,13 @@ class DFlashWorker(BaseSpecWorker):
         with cycle.verifying_eagerly():
             return cycle.run(forward_batch, inputs.block, in_shards, eager)
 
-    def _overrule(
-        self, batch: ScheduleBatch, step: Step, overruled: list[int], grammar_barrier: Callable | None
-    ) -> list[Part]:
-        """Choose again for the requests that the plain rule is not for; in parts, whose context is appended later."""
-        output = step.output
-        if batch.return_logprob:
-            output.next_token_logprobs = torch.zeros(step.block_tokens.shape, device=self.device)
-        if not overruled:
-            return []
-        parts = self._sampler.parts(batch, overruled, step.block_tokens.shape[1])
-        for part in parts:
-            tokens = self._sampler(
-                batch=batch,
-                part=part,
-                output=output,
-                block_tokens=step.block_tokens,
-                positions=step.positions,
-                grammar_tree=step.drafts,
-                grammar_barrier=grammar_barrier,
-            )
-            # The first part has waited for it.
-            grammar_barrier = None
-            self._cycle.overrule(step, part.index, tokens)
-        return parts
-
-    def _end_cycle(self, batch: ScheduleBatch, step: Step, parts: list[Part]) -> GenerationBatchResult:
-        if parts:
+    def _end_cycle(self, batch: ScheduleBatch, step: Step, resolved: FallbackResult) -> GenerationBatchResult:
+        if resolved.parts:
             self._metrics.clock.mark(VERIFIED)
-            for part in parts:
-                self._cycle.append_again(step, part.index)
+            for index in resolved.parts:
+                self._cycle.append_again(step, index)
             self._metrics.clock.mark(APPENDED)
         accepted, output = step.accepted, step.output
-        failures = self._sampler.failures(batch, accepted.accept_lens) if parts else None
-        self._sampler.end_cycle(batch, accepted)
         self._metrics.end_cycle()
         self._tree_counts.end_cycle(step.settled.tree_counts)
         # The next replay overwrites them before the scheduler has read them.
@@ -238,15 +216,15 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             can_run_cuda_graph=step.is_replay,
-            extra_keep_alive_refs=failures,
+            extra_keep_alive_refs=resolved.failures,
         )
 
-    def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, overruled: list[int]) -> None:
+    def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, fallback: list[int]) -> None:
         """Write `[bonus, mask x (W - 1)]` of every request, and how the cycle chooses for it, into `inputs.padded`."""
         is_chain = None
-        if self._cycle.verifies_trees and overruled:
+        if self._cycle.verifies_trees and fallback:
             _log_chains()
-            chains = set(overruled)
+            chains = set(fallback)
             is_chain = async_h2d([i in chains for i in range(len(batch.reqs))], dtype=torch.int64, device=self.device)
         ops.prepare_block(
             bonus_tokens=batch.spec_info.bonus_tokens,
@@ -256,7 +234,7 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=self._mask_token_id,
             parameters=self._sampler.draw_parameters(batch.sampling_info),
             seed=self._seeds.getrandbits(63),
-            is_plain=not overruled,
+            is_plain=not fallback,
             is_chain=is_chain,
             block=inputs.padded,
         )
@@ -295,14 +273,13 @@ class DFlashWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Callable | None) -> GenerationBatchResult:
         """Prefill the target and append the prompt to the drafter's context, before the radix cache takes the slots."""
-        self._sampler.begin_prefill(batch)
+        self._sampler.prepare_prefill(batch)
         if self._states is not None:
             self._states.begin_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
-        self._sampler.end_prefill(batch, result.next_token_ids)
-        result.extra_keep_alive_refs = self._sampler.failures(batch)
+        result.extra_keep_alive_refs = self._sampler.begin_requests(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)

@@ -83,11 +83,7 @@ class RecurrentState:
         turn[batch.req_pool_indices] = async_h2d(turns, dtype=turn.dtype, device=turn.device)
 
     def commit(
-        self,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        accept_lens: torch.Tensor,
-        is_due: torch.Tensor | None = None,
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, accept_lens: torch.Tensor, is_due: torch.Tensor
     ) -> None:
         """Advance the states of requests whose blocks have been verified. Call it once for each cycle.
 
@@ -95,15 +91,46 @@ class RecurrentState:
             req_pool_indices: [bs] int64.
             seq_lens: [bs] int64. Committed tokens before the block.
             accept_lens: [bs] int64. Accepted tokens of the block, with the bonus token.
-            is_due: [1] int64. If it holds 0, nothing is done. None: always.
+            is_due: [1] int64. If it holds 0, nothing is done.
         """
+        self._commit(self._slots, req_pool_indices, seq_lens, accept_lens, is_due)
+
+    def copy_slots(self, req_pool_indices: torch.Tensor) -> StateSlots:
+        """Copy the slots of requests, [bs], before a cycle is launched, for `commit_copied`.
+
+        When a cycle's graph has been replayed, the scheduler may give a finished request's row of `req_to_token` to
+        another request, with other slots.
+        """
+        slots = self._slots
+        kept = None if slots.kept is None else slots.kept[req_pool_indices]
+        return StateSlots(slots.current[req_pool_indices], kept, slots.turn[req_pool_indices])
+
+    def commit_copied(self, slots: StateSlots, seq_lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
+        """Advance states as `commit` does, after a cycle that has left it to the worker.
+
+        Args:
+            slots: [bs], see `copy_slots`.
+            seq_lens: [bs] int64.
+            accept_lens: [bs] int64.
+        """
+        rows = torch.arange(len(seq_lens), device=seq_lens.device)
+        self._commit(slots, rows, seq_lens, accept_lens, self._always)
+
+    def _commit(
+        self,
+        slots: StateSlots,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        accept_lens: torch.Tensor,
+        is_due: torch.Tensor,
+    ) -> None:
         ops.commit_state(
             states=self._states,
             inputs=self._verified.inputs,
-            slots=self._slots,
-            req_pool_indices=req_pool_indices,
+            slots=slots,
+            req_pool_indices=rows,
             seq_lens=seq_lens,
             accept_lens=accept_lens,
             interval=self._interval,
-            is_due=self._always if is_due is None else is_due,
+            is_due=is_due,
         )

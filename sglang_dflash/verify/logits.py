@@ -2,8 +2,8 @@
 
 SGLang widens logits to float32 before sampling. Verification has a row of them for each of a request's B tokens. It
 takes an argmax, which a copy cannot change, or draws with a kernel that widens what it has read
-(`kernels.sample_rows`); `BlockSampler` makes copies of the rows that it needs. A copy of all, for a vocabulary of 152k
-and 32 requests of 16 tokens, moves 470 MB per cycle.
+(`kernels.sample_rows`). `FallbackSampler` copies the rows that it needs. A copy of all, for a vocabulary of 152k and 32
+requests of 16 tokens, moves 470 MB per cycle.
 
 SGLang also gathers the columns of all ranks on each of them, 155 MB for those rows in bfloat16. An argmax needs one
 number per row instead (`VocabArgmax`), so cycles of greedy requests alone leave logits where they are. Ranks then hold

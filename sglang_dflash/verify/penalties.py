@@ -1,7 +1,8 @@
-"""What a request's own output changes about its next token: penalties, and stop tokens before `min_new_tokens`.
+"""Penalties of a request's own output, and suppression of stop tokens before `min_new_tokens`.
 
-SGLang counts output tokens when the scheduler has seen them, which under overlap scheduling is a step too late, and
-knows one count per request where a block needs one per token. Here they are counted on the device, as they are decided.
+SGLang counts output tokens when the scheduler has seen them. Under overlap scheduling that is one step too late, and a
+block needs a count for each of its tokens. So tokens are counted here on the device, as they are accepted.
+
 Shapes: bs requests, W tokens of each block, V tokens of the vocabulary.
 """
 
@@ -21,12 +22,12 @@ from sglang_dflash.verify.acceptance import Acceptance
 
 
 def are_penalised(info: SamplingBatchInfo) -> bool:
-    """Whether any request of a batch has a penalty or `min_new_tokens`, while SGLang runs the batch."""
+    """Return whether any request of a running batch has a penalty or `min_new_tokens`."""
     return info.acc_additive_penalties is not None
 
 
 def is_penalised(params: SamplingParams) -> bool:
-    """Whether a request has any of them."""
+    """Return whether a request has a penalty or `min_new_tokens`."""
     return (
         params.frequency_penalty != 0
         or params.presence_penalty != 0
@@ -36,58 +37,80 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 class Penalties:
-    """The penalties of every running request, and the counts that they depend on."""
+    """Penalties of all running requests, and the token counts that they depend on."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        # [request slots, V], from the start, so that SGLang finds the memory taken when it sizes its pools.
+        # [num_slots, V]. Allocated before SGLang sizes its pools by the memory that is left.
         self._counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         return self._counts.nbytes
 
-    def begin(self, batch: ScheduleBatch) -> None:
-        """Before a prefill, which draws a token of each request: count what they generated before a retraction.
+    def prepare_prefill(self, batch: ScheduleBatch) -> None:
+        """Make the batch's penalties those of the whole output, before a prefill draws a token of each request.
 
-        Requests that decode in a mixed batch, its last ones, have been counted already, and further than the scheduler
-        has seen. Where needed, the penalties of `batch.sampling_info` are made those of the whole output.
+        SGLang's own penalties begin at zero with every prefill. That is wrong for requests that were retracted, and for
+        requests that decode in a mixed batch.
         """
         num_decoding = len(batch.decoding_reqs or [])
-        num_prefills = len(batch.reqs) - num_decoding
-        slots, reqs = batch.req_pool_indices, batch.reqs[:num_prefills]
-        self._counts[slots[:num_prefills]] = 0
-        tokens = [token for req in reqs for token in req.output_ids]
-        if not tokens and not num_decoding:
+        if not num_decoding and not any(req.output_ids for req in batch.reqs):
             return
-        of_request = [i for i, req in enumerate(reqs) for _ in req.output_ids]
-        self.count(slots[self._tensor(of_request)], self._tensor(tokens))
+        self._count_outputs(batch)
         parameters = _Parameters.of(batch.reqs, self._device)
-        # SGLang's own begin at zero again.
         info = batch.sampling_info
         info.acc_additive_penalties, info.acc_scaling_penalties = penalties_of(
-            self._counts[slots], parameters.frequency, parameters.presence, parameters.repetition
+            self._counts[batch.req_pool_indices], parameters.frequency, parameters.presence, parameters.repetition
         )
         prompt_lens = self._tensor([len(req.origin_input_ids) for req in batch.reqs])
-        # What a request generated has been prefilled again, or is the last token of it.
+        # The output of a retracted request is prefilled again. A decoding request has KV of all but its last token.
         generated = (batch.seq_lens - prompt_lens).clamp(min=0)
         parameters.suppress_stop_tokens(info.acc_additive_penalties[:, None], generated)
 
-    def count(self, slots: torch.Tensor, tokens: torch.Tensor, is_counted: torch.Tensor | None = None) -> None:
-        """Count tokens in the rows of their requests.
+    def begin(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
+        """Begin the counts of requests with their first token.
 
         Args:
-            slots: of the requests in `req_to_token`, of any shape that broadcasts to that of `tokens`.
-            tokens: of any integer type.
-            is_counted: bool, like `tokens`; None: all are.
+            next_token_ids: [bs]. Of a prompt that is not prefilled to its end it means nothing. The next chunk begins
+                anew.
+        """
+        self._count_outputs(batch)
+        self.count(batch.req_pool_indices, next_token_ids)
+
+    def _count_outputs(self, batch: ScheduleBatch) -> None:
+        """Count what requests generated before they were retracted.
+
+        Requests that decode in a mixed batch, its last ones, keep their counts, which are ahead of the scheduler's.
+        """
+        num_prefills = len(batch.reqs) - len(batch.decoding_reqs or [])
+        slots, reqs = batch.req_pool_indices[:num_prefills], batch.reqs[:num_prefills]
+        self._counts[slots] = 0
+        tokens = [token for req in reqs for token in req.output_ids]
+        if tokens:
+            of_request = [i for i, req in enumerate(reqs) for _ in req.output_ids]
+            self.count(slots[self._tensor(of_request)], self._tensor(tokens))
+
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor, is_counted: torch.Tensor | None = None) -> None:
+        """Count tokens of requests.
+
+        Args:
+            slots: rows of `req_to_token`. Any shape that broadcasts to that of `tokens`.
+            tokens: any shape and integer dtype.
+            is_counted: bool, the shape of `tokens`. None: all tokens are counted.
         """
         flat = (slots.to(torch.int64) * self._counts.shape[1] + tokens).reshape(-1)
-        # Made on the device: a number brought there would have the host wait for all that is under way.
+        # Made on the device: a copy from the host would wait for all work under way.
         times = torch.ones_like(flat, dtype=torch.int32) if is_counted is None else is_counted.to(torch.int32).view(-1)
         self._counts.view(-1).scatter_add_(0, flat, times)
 
     def count_accepted(self, slots: torch.Tensor, accepted: Acceptance) -> None:
-        """Count what a cycle committed, the bonus tokens included."""
+        """Count the tokens that a cycle committed, with the bonus tokens.
+
+        Args:
+            slots: [bs]. Rows of `req_to_token`.
+            accepted: of the same requests.
+        """
         offsets = torch.arange(accepted.out_tokens.shape[1], device=self._device)
         is_committed = offsets < accepted.accept_lens[:, None]
         self.count(slots[:, None], accepted.out_tokens, is_committed)
@@ -100,13 +123,13 @@ class Penalties:
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        """Adjust the target's logits of blocks in place, those of each token by the tokens before it.
+        """Apply penalties to the target's logits of blocks, in place. Each token sees the tokens before it.
 
         Args:
             logits: [bs * W, V] float32.
-            block_tokens: [bs, W] int64, the bonus token, which is counted already, and the draft tokens.
-            slots: [bs], of the requests in `req_to_token`.
-            seq_lens: [bs], committed tokens with KV; the bonus token has none.
+            block_tokens: [bs, W] int64. The bonus token, which has been counted, and the draft tokens.
+            slots: [bs]. Rows of `req_to_token`.
+            seq_lens: [bs]. Committed tokens with KV. The bonus token has none.
         """
         parameters = _Parameters.of(reqs, self._device)
         prompt_lens = self._tensor([len(req.origin_input_ids) for req in reqs])
@@ -128,12 +151,14 @@ class Penalties:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """Of the requests of one batch.
+    """Penalty parameters of the requests of one batch.
 
     Attributes:
-        frequency, presence, repetition: [bs] float32.
+        frequency: [bs] float32.
+        presence: [bs] float32.
+        repetition: [bs] float32.
         min_new_tokens: [bs] int64.
-        stop_token_ids: [bs, n] int64, a request's stop tokens, repeated to equal length.
+        stop_token_ids: [bs, n] int64. Stop tokens of each request, repeated to equal length.
     """
 
     frequency: torch.Tensor
@@ -148,7 +173,7 @@ class _Parameters:
         penalties = [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty] for p in params]
         stops = [_stop_token_ids(req) if req.sampling_params.min_new_tokens else [] for req in reqs]
         longest = max(map(len, stops))
-        # Any token serves a request without stop tokens: it has none to suppress.
+        # A request without stop tokens has `min_new_tokens` 0 below, so that any token may be its padding.
         padded = [(ids or [0]) + [(ids or [0])[0]] * (longest - max(len(ids), 1)) for ids in stops]
         min_new_tokens = [p.min_new_tokens if ids else 0 for p, ids in zip(params, stops, strict=True)]
         return cls(
@@ -158,11 +183,11 @@ class _Parameters:
         )
 
     def suppress_stop_tokens(self, logits: torch.Tensor, generated: torch.Tensor) -> None:
-        """Rule out stop tokens, in place, where they would come before `min_new_tokens`.
+        """Set the logits of stop tokens to -inf, in place, where they would come before `min_new_tokens`.
 
         Args:
-            logits: [bs, n, V], of n tokens that follow each other.
-            generated: [bs], tokens generated before the first of them.
+            logits: [bs, n, V]. For n consecutive tokens.
+            generated: [bs]. Tokens generated before the first of them.
         """
         bs, num_tokens, _ = logits.shape
         ids = self.stop_token_ids[:, None].expand(bs, num_tokens, -1)
@@ -172,7 +197,7 @@ class _Parameters:
 
 
 def _stop_token_ids(req: Req) -> list[int]:
-    """What SGLang's `BatchedMinNewTokensPenalizer` suppresses."""
+    """Return the tokens that SGLang's `BatchedMinNewTokensPenalizer` suppresses."""
     ids = set(req.sampling_params.stop_token_ids or ()) | set(req.tokenizer.additional_stop_token_ids or ())
     ids |= req.eos_token_ids or set()
     if req.tokenizer.eos_token_id is not None:

@@ -1,18 +1,19 @@
-"""The target's token after each token of a block, as SGLang would have chosen it one token at a time.
+"""Requests that need SGLang's sampler: the target's token after each token of their blocks.
 
-Where all that a request asks for is the argmax of the untouched logits, or a draw from their softmax and its filters,
-the cycle chooses by itself (`DecodeCycle.run`), inside its CUDA graph. It does so for the other requests of a
-batch too, for which it is overruled here: the logits of their blocks, and of no others, go through everything that
+The cycle chooses tokens for every request of a batch (`DecodeCycle.run`). For requests that are not on the fast path
+(`fast_path.py`), its choice is replaced here. The logits of their blocks, and of no others, go through everything that
 SGLang applies before it chooses, in SGLang's order, and then through SGLang's own sampler. What depends on the tokens
-before a token sees those of the block too. The draft is a point mass, so comparing it with the sampled tokens is exact
-rejection sampling (see `reference.accept_prefix`).
-Shapes: bs requests, of which n at a time are overruled; W tokens of each block, V tokens of the vocabulary.
+before a token also sees the tokens of the block. The draft is a point mass, so that comparing it with the sampled
+tokens is exact rejection sampling (see `reference.accept_prefix`).
+
+Shapes: bs requests of a batch, n of them that are sampled together, W tokens of a block, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -20,7 +21,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -29,10 +29,13 @@ from sglang.srt.utils.common import async_h2d
 from sglang_dflash.requests import failing
 from sglang_dflash.requests.failing import Failures
 from sglang_dflash.types import DrawParameters
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.verify import fast_path
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
 
-# What the sampler finds besides the log probability of each token: a list with an entry for each token of the batch.
+if TYPE_CHECKING:
+    from sglang_dflash.engine.cycle import DecodeCycle, Step
+
+# Log probabilities that the sampler returns in lists with an entry for each token of the batch.
 _LOGPROB_LISTS = (
     "next_token_top_logprobs_val",
     "next_token_top_logprobs_idx",
@@ -42,168 +45,207 @@ _LOGPROB_LISTS = (
 # SGLang's sampler gets float32 logits of this many bytes at a time, in whole requests and at least one. A GPU takes
 # about as long for them as the host does to launch it.
 SAMPLER_BYTES = 64 << 20
-# The entry of a token whose request has asked for nothing.
+# Entry of a token whose request asked for no log probabilities.
 _NOTHING = torch.empty(0)
-# Tensors of a `SamplingBatchInfo` that the sampler reads, with a row for each request; None where nobody needs one.
+# Tensors of a `SamplingBatchInfo` that the sampler reads, with a row for each request. None where no request needs it.
 _REQUEST_ROWS = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
-def draw_parameters(info: SamplingBatchInfo) -> DrawParameters | None:
-    """Of the requests that the cycle draws for; None: all are greedy."""
-    if info.is_all_greedy:
-        return None
-    return DrawParameters(info.temperatures.view(-1), info.top_ks, info.top_ps, info.min_ps)
+@dataclass(frozen=True)
+class FallbackResult:
+    """Decisions of SGLang's sampler in one cycle.
+
+    Attributes:
+        parts: each [n] int64 on the device. Batch indices of the requests that were sampled together, ascending. Their
+            drafter context has to be appended again (`DecodeCycle.append_again`).
+        failures: for `GenerationBatchResult.extra_keep_alive_refs`. None if SGLang's sampler chose no token.
+    """
+
+    parts: tuple[torch.Tensor, ...] = ()
+    failures: list[Failures] | None = None
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some requests of a batch, whose logits go through SGLang's sampler together.
+class _Part:
+    """Requests of a batch that are sampled together.
 
     Attributes:
-        places: of them in the batch, ascending.
-        index: [n] int64, the same on the device.
-        reqs: themselves.
+        indices: n batch indices, ascending.
+        index: [n] int64. The same on the device.
+        reqs: the n requests.
     """
 
-    places: list[int]
+    indices: list[int]
     index: torch.Tensor
     reqs: list[Req]
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, places: list[int]) -> Part:
-        index = async_h2d(places, dtype=torch.int64, device=batch.device)
-        return cls(places, index, [batch.reqs[place] for place in places])
+    def of(cls, batch: ScheduleBatch, indices: list[int]) -> _Part:
+        index = async_h2d(indices, dtype=torch.int64, device=batch.device)
+        return cls(indices, index, [batch.reqs[i] for i in indices])
 
 
-class BlockSampler:
-    """Chooses the target's tokens of blocks, for requests that the cycle cannot choose for."""
+@dataclass(frozen=True)
+class _Blocks:
+    """What SGLang's sampler needs of one cycle.
+
+    Attributes:
+        output: of the target's forward. `next_token_logits` is [bs * rows, V], each request's block first. Receives the
+            log probabilities.
+        tokens: [bs, W] int64. Bonus token and draft tokens.
+        positions: [bs, W] int64.
+        grammar_tree: the blocks on their way to the CPU. None without grammars.
+        failed: [bs, W] bool. Set for tokens after which no token could be chosen.
+        errors: by batch index, the first token at which a custom logit processor failed, and its message.
+    """
+
+    output: LogitsProcessorOutput
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    grammar_tree: GrammarTree | None
+    failed: torch.Tensor
+    errors: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: Step) -> _Blocks:
+        tokens = step.block_tokens
+        return cls(step.output, tokens, step.positions, step.drafts, torch.zeros_like(tokens, dtype=torch.bool))
+
+
+class FallbackSampler:
+    """Chooses tokens for the requests that need SGLang's sampler.
+
+    The worker calls, in this order:
+
+    * prefill: :meth:`prepare_prefill`, the target's forward, :meth:`begin_requests`;
+    * decode: :meth:`needs_fallback` and :meth:`draw_parameters`, the cycle, :meth:`resolve`.
+
+    The only state between two calls are the penalties' counts of the running requests.
+    """
 
     def __init__(self, target_runner: ModelRunner, num_slots: int, tp_group: GroupCoordinator) -> None:
         """
         Args:
-            num_slots: of running requests: rows of `req_to_token`, or more.
+            num_slots: rows of `req_to_token`, or more.
         """
         self.num_slots = num_slots
         self._sampler = target_runner.sampler
         self._tp_group = tp_group
-        # Whether SGLang draws unseeded tokens by the rules of `reference.sample_rows.allowed_distribution`.
-        self._has_plain_rules = (
-            type(self._sampler) is Sampler
-            and get_exec().kernel.sampling_backend == "flashinfer"
-            and self._sampler.rl_on_policy_target is None
-        )
+        self._has_plain_rules = fast_path.draws_by_plain_rules(self._sampler)
         self._checks = failing.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
-    def overruled(self, batch: ScheduleBatch) -> list[int]:
-        """Places in a batch of the requests that `DecodeCycle.run` cannot choose for."""
-        info = batch.sampling_info
-        draws = self._draws_plainly(info)
-        # Of most batches this needs no look at their requests.
-        if _is_plain_batch(batch, draws):
-            return []
-        return [place for place, req in enumerate(batch.reqs) if not _is_plain(req, info, draws)]
-
-    def draw_parameters(self, info: SamplingBatchInfo) -> DrawParameters | None:
-        """Of the cycle's own draws; None: it draws for no request. What it draws for those that are overruled does no
-        harm."""
-        return draw_parameters(info) if self._draws_plainly(info) else None
-
-    def _draws_plainly(self, info: SamplingBatchInfo) -> bool:
-        return self._has_plain_rules and info.sampling_seed is None
-
     @property
     def penalty_bytes(self) -> int:
-        """Of the counts that penalties depend on."""
         return self._penalties.nbytes
 
-    def begin_prefill(self, batch: ScheduleBatch) -> None:
+    def prepare_prefill(self, batch: ScheduleBatch) -> None:
+        """Set the batch's penalties for the token that the prefill draws, before the target's forward."""
         if are_penalised(batch.sampling_info):
-            self._penalties.begin(batch)
+            self._penalties.prepare_prefill(batch)
 
-    def end_prefill(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
-        """Take note of the first token, [bs], of each request; of one whose prompt goes on, `begin_prefill` forgets."""
+    def begin_requests(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> list[Failures] | None:
+        """Begin the decode state of requests with their first token.
+
+        A prompt that is prefilled in chunks begins again with every chunk.
+
+        Args:
+            next_token_ids: [bs]. Overwritten by the first rank's tokens where tensor-parallel ranks may differ.
+
+        Returns:
+            `FallbackResult.failures` of those tokens.
+        """
         self._agree(batch.sampling_info, next_token_ids)
         if are_penalised(batch.sampling_info):
-            self._penalties.count(batch.req_pool_indices, next_token_ids)
+            self._penalties.begin(batch, next_token_ids)
+        failed, errors = self._checks.take()
+        if failed is None:
+            return None
+        return self._failures(batch, failed[:, None], {i: (0, error) for i, error in errors.items()}, None)
 
-    def failures(self, batch: ScheduleBatch, accept_lens: torch.Tensor | None = None) -> list[Failures] | None:
-        """Of the tokens that SGLang's sampler has just chosen, for `GenerationBatchResult.extra_keep_alive_refs`; None
-        where it chose none.
+    def needs_fallback(self, batch: ScheduleBatch) -> list[int]:
+        """Return the batch indices of the requests that are not on the fast path, ascending."""
+        info = batch.sampling_info
+        draws = self._can_draw(info)
+        # Most batches are decided without a look at their requests.
+        if fast_path.is_fast_batch(batch, draws):
+            return []
+        return [i for i, req in enumerate(batch.reqs) if not fast_path.is_fast(req, info, draws)]
 
-        Args:
-            accept_lens: [bs], of the blocks that were verified; None after a prefill.
+    def draw_parameters(self, info: SamplingBatchInfo) -> DrawParameters | None:
+        """Return the parameters of the cycle's own draws; None if it draws for no request.
+
+        The cycle draws for requests that need the fallback too. :meth:`resolve` replaces their tokens.
         """
-        if accept_lens is not None:
-            failed, errors = self._failed, self._errors
-        else:
-            failed, errors = self._checks.take()
-            if failed is None:
-                return None
-            failed, errors = failed[:, None], {i: (0, error) for i, error in errors.items()}
-        if batch.sampling_info.has_custom_logit_processor and self._tp_group.world_size > 1:
-            # Nobody knows what a processor does on another rank.
-            failed = self._tp_group.broadcast(failed.to(torch.int32), src=0).to(torch.bool)
-        return [Failures.of(failed, accept_lens, errors)]
+        return fast_path.draw_parameters(info) if self._can_draw(info) else None
 
-    def end_cycle(self, batch: ScheduleBatch, accepted: Acceptance) -> None:
-        """Take note of what a cycle committed."""
-        if are_penalised(batch.sampling_info):
-            self._penalties.count_accepted(batch.req_pool_indices, accepted)
+    def _can_draw(self, info: SamplingBatchInfo) -> bool:
+        return self._has_plain_rules and info.sampling_seed is None
 
-    def parts(self, batch: ScheduleBatch, places: list[int], width: int) -> list[Part]:
-        """Requests of a batch, so many at a time that their logits take `SAMPLER_BYTES` at most."""
-        # Of these blocks, [bs, W], and by place: see :class:`sglang_dflash.requests.failing.Failures`.
-        self._failed = torch.zeros((len(batch.reqs), width), dtype=torch.bool, device=batch.device)
-        self._errors: dict[int, tuple[int, str]] = {}
-        size = max(1, SAMPLER_BYTES // sampler_bytes(batch.sampling_info.vocab_size, width))
-        return [Part.of(batch, places[start : start + size]) for start in range(0, len(places), size)]
-
-    def __call__(
+    def resolve(
         self,
         batch: ScheduleBatch,
-        part: Part,
-        output: LogitsProcessorOutput,
-        block_tokens: torch.Tensor,
-        positions: torch.Tensor,
-        grammar_tree: GrammarTree | None,
+        fallback: list[int],
+        step: Step,
+        cycle: DecodeCycle,
         grammar_barrier: Callable[[], None] | None,
-    ) -> torch.Tensor:
-        """Choose a token after every token of some blocks.
+    ) -> FallbackResult:
+        """Choose the tokens of requests that need SGLang's sampler, and replace what the cycle accepted for them.
+
+        Afterwards `step.accepted` is final for all requests. The log probabilities are in `step.output`.
 
         Args:
-            output: of the target's forward, with `next_token_logits` [bs * rows, V], of each request those of its
-                block first; takes the log probabilities.
-            block_tokens: [bs, W] int64.
-            positions: [bs, W] int64.
-            grammar_tree: the blocks on their way to the CPU, where the batch has grammars.
-            grammar_barrier: overlap scheduling; brings the grammars up to the blocks' first tokens, unless they are.
+            fallback: batch indices (:meth:`needs_fallback`), ascending.
+            step: of the cycle that has run.
+            cycle: accepts the tokens.
+            grammar_barrier: overlap scheduling. Advances the grammars to the blocks' first tokens. Called at most once.
+        """
+        if batch.return_logprob:
+            shape = step.block_tokens.shape
+            step.output.next_token_logprobs = torch.zeros(shape, device=step.block_tokens.device)
+        if not fallback:
+            return FallbackResult()
+        blocks = _Blocks.of(step)
+        parts = [_Part.of(batch, indices) for indices in _split(fallback, batch, blocks.tokens.shape[1])]
+        for part in parts:
+            cycle.overrule(step, part.index, self._sample(batch, part, blocks, grammar_barrier))
+            # The first part has waited for the grammars.
+            grammar_barrier = None
+        if are_penalised(batch.sampling_info):
+            self._penalties.count_accepted(batch.req_pool_indices, step.accepted)
+        failures = self._failures(batch, blocks.failed, blocks.errors, step.accepted.accept_lens)
+        return FallbackResult(tuple(part.index for part in parts), failures)
+
+    def _sample(
+        self, batch: ScheduleBatch, part: _Part, blocks: _Blocks, grammar_barrier: Callable[[], None] | None
+    ) -> torch.Tensor:
+        """Choose a token after every token of a part's blocks, and record log probabilities and failures in `blocks`.
 
         Returns:
             [n, W] int64.
         """
         reqs, index = part.reqs, part.index
         info = _of_requests(batch.sampling_info, part)
-        bs, width = block_tokens.shape
-        block_tokens = block_tokens[index]
-        blocks = output.next_token_logits.unflatten(0, (bs, -1))[index, :width].to(torch.float32)
-        logits = blocks.view(len(reqs) * width, -1)
+        bs, width = blocks.tokens.shape
+        block_tokens = blocks.tokens[index]
+        block_logits = blocks.output.next_token_logits.unflatten(0, (bs, -1))[index, :width].to(torch.float32)
+        logits = block_logits.view(len(reqs) * width, -1)
         if any(is_penalised(req.sampling_params) for req in reqs):
             self._penalties.apply(logits, block_tokens, reqs, batch.req_pool_indices[index], batch.seq_lens[index])
-        if grammar_tree is not None:
-            tree = GrammarTree.from_host(*(tensor[part.places] for tensor in grammar_tree.resolve()))
+        if blocks.grammar_tree is not None:
+            tree = GrammarTree.from_host(*(tensor[part.indices] for tensor in blocks.grammar_tree.resolve()))
             mask = build_grammar_vocab_mask(
                 reqs=reqs, tree=tree, sampling_info=info, device=logits.device, barrier=grammar_barrier
             )
             if mask is not None:
                 mask.apply(logits)
         if info.logit_bias is not None:
-            blocks.add_(info.logit_bias[:, None])
+            block_logits.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
-            for i, error in _apply_custom_logit_processors(blocks, block_tokens, reqs, info).items():
-                self._errors[part.places[i]] = error
+            for i, error in _apply_custom_logit_processors(block_logits, block_tokens, reqs, info).items():
+                blocks.errors[part.indices[i]] = error
 
-        # Of two equal logits, SGLang's filters keep either; an argmax keeps the first.
+        # Of two equal logits, SGLang's filters keep either one. An argmax keeps the first.
         is_mixed = info.is_any_greedy and not info.is_all_greedy
         argmax = logits.argmax(dim=-1) if is_mixed else None
         chosen = LogitsProcessorOutput(next_token_logits=logits)
@@ -213,62 +255,56 @@ class BlockSampler:
             any(req.return_logprob for req in reqs),
             _repeat([req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs], width),
             _repeat([req.logprob.token_ids_logprob if req.return_logprob else None for req in reqs], width),
-            positions[index].view(-1),
+            blocks.positions[index].view(-1),
         ).to(torch.int64)
-        self._failed[index] = self._checks.take()[0].view(-1, width)
+        blocks.failed[index] = self._checks.take()[0].view(-1, width)
         if is_mixed:
             tokens = torch.where((info.top_ks <= 1).repeat_interleave(width), argmax, tokens)
         self._agree(info, tokens)
         if chosen.next_token_logprobs is not None:
-            _take_logprobs(output, chosen, part, bs, width)
+            _put_logprobs(blocks.output, chosen, part, bs, width)
         return tokens.view(len(reqs), width)
 
+    def _failures(
+        self,
+        batch: ScheduleBatch,
+        failed: torch.Tensor,
+        errors: dict[int, tuple[int, str]],
+        accept_lens: torch.Tensor | None,
+    ) -> list[Failures]:
+        """Start the way of failed rows to the CPU; see :meth:`Failures.of`."""
+        if batch.sampling_info.has_custom_logit_processor and self._tp_group.world_size > 1:
+            # A processor may do something else on another rank.
+            failed = self._tp_group.broadcast(failed.to(torch.int32), src=0).to(torch.bool)
+        return [Failures.of(failed, accept_lens, errors)]
+
     def _agree(self, info: SamplingBatchInfo, tokens: torch.Tensor) -> None:
-        """Make tokens those of the first tensor-parallel rank, in place, where ranks may differ: they draw from
-        generators of their own, and nobody knows what a custom logit processor does on another one. A rank that accepts
-        another length waits forever in its next collective."""
-        is_of_rank = not info.is_all_greedy or info.has_custom_logit_processor
-        if is_of_rank and self._tp_group.world_size > 1:
+        """Overwrite tokens by those of the first tensor-parallel rank, where ranks may differ.
+
+        Ranks draw from generators of their own, and a custom logit processor may do something else on another rank. A
+        rank that accepts another length waits forever in its next collective.
+        """
+        may_differ = not info.is_all_greedy or info.has_custom_logit_processor
+        if may_differ and self._tp_group.world_size > 1:
             self._tp_group.broadcast(tokens, src=0)
 
 
 def sampler_bytes(vocab_size: int, width: int) -> int:
-    """Of one request's logits, as the sampler gets them."""
+    """Return the bytes of one request's logits, as the sampler gets them."""
     return width * vocab_size * torch.float32.itemsize
 
 
-def _is_plain_batch(batch: ScheduleBatch, draws: bool) -> bool:
-    """Whether the cycle chooses for every request of a batch, by what SGLang knows of them together. Where one asks for
-    one thing and one for another, this may be false although :func:`_is_plain` is true of each."""
-    info = batch.sampling_info
-    if batch.has_grammar or batch.return_logprob or info.has_custom_logit_processor:
-        return False
-    if are_penalised(info) or info.logit_bias is not None:
-        return False
-    has_all_filters = info.need_min_p_sampling and info.need_top_k_sampling and info.need_top_p_sampling
-    return info.is_all_greedy or (draws and not has_all_filters)
+def _split(indices: list[int], batch: ScheduleBatch, width: int) -> list[list[int]]:
+    """Split requests into parts whose logits take at most `SAMPLER_BYTES`, at least one request each."""
+    size = max(1, SAMPLER_BYTES // sampler_bytes(batch.sampling_info.vocab_size, width))
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-def _is_plain(req: Req, info: SamplingBatchInfo, draws: bool) -> bool:
-    """Whether the cycle chooses for a request of a batch: by its untouched logits, where it asks for tokens alone.
+def _of_requests(info: SamplingBatchInfo, part: _Part) -> SamplingBatchInfo:
+    """Return the sampling info of a part, without what only other requests of the batch ask for.
 
-    Args:
-        draws: whether it draws as the batch's sampler would, for requests without all three filters.
+    Penalties are left out. They depend on the tokens before each token: see :class:`Penalties`.
     """
-    params = req.sampling_params
-    has_processor = info.has_custom_logit_processor and req.custom_logit_processor is not None
-    if req.grammar is not None or req.return_logprob or has_processor:
-        return False
-    if is_penalised(params) or params.logit_bias is not None:
-        return False
-    # With all three, SGLang applies one after the other, top_p to what top_k has left.
-    has_all_filters = params.min_p > 0 and params.top_k != TOP_K_ALL and params.top_p != 1.0
-    return params.top_k <= 1 or (draws and not has_all_filters)
-
-
-def _of_requests(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
-    """Of the n requests of a part: what they ask for, and nothing that only others of their batch do. Penalties are
-    left out, which depend on the tokens before each: see :class:`Penalties`."""
     params = [req.sampling_params for req in part.reqs]
     has_bias = info.logit_bias is not None and any(each.logit_bias is not None for each in params)
     info = replace(
@@ -284,12 +320,15 @@ def _of_requests(info: SamplingBatchInfo, part: Part) -> SamplingBatchInfo:
         logit_bias=info.logit_bias[part.index] if has_bias else None,
     )
     if info.has_custom_logit_processor:
-        info._filter_batch_custom_logit_processor(part.places)
+        info._filter_batch_custom_logit_processor(part.indices)
     return info
 
 
 def _of_tokens(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
-    """Of the n * W tokens of n blocks: how each is drawn. What changes logits is left out, as it has been applied."""
+    """Return the sampling info of the n * W tokens of n blocks.
+
+    What changes logits is left out: it has been applied.
+    """
     return replace(
         info,
         **_map_rows(info, lambda rows: rows.repeat_interleave(width, dim=0)),
@@ -303,7 +342,7 @@ def _of_tokens(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 def _map_rows(
     info: SamplingBatchInfo, function: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """The tensors of `_REQUEST_ROWS`, by name, with other rows."""
+    """Apply a function to the tensors of `_REQUEST_ROWS`, and return the results by name."""
     tensors = {name: getattr(info, name) for name in _REQUEST_ROWS}
     return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}
 
@@ -312,10 +351,10 @@ def _repeat(values: list, times: int) -> list:
     return [value for value in values for _ in range(times)]
 
 
-def _take_logprobs(
-    output: LogitsProcessorOutput, chosen: LogitsProcessorOutput, part: Part, bs: int, width: int
+def _put_logprobs(
+    output: LogitsProcessorOutput, chosen: LogitsProcessorOutput, part: _Part, bs: int, width: int
 ) -> None:
-    """Put log probabilities of some requests where the scheduler looks for them: in [bs, W], and in lists of bs * W."""
+    """Write the log probabilities of a part where the scheduler reads them: in [bs, W], and in lists of bs * W."""
     output.next_token_logprobs[part.index] = chosen.next_token_logprobs.view(-1, width)
     for name in _LOGPROB_LISTS:
         found = getattr(chosen, name)
@@ -324,21 +363,23 @@ def _take_logprobs(
         if getattr(output, name) is None:
             setattr(output, name, [_NOTHING] * (bs * width))
         entries = getattr(output, name)
-        for i, place in enumerate(part.places):
-            entries[place * width : (place + 1) * width] = found[i * width : (i + 1) * width]
+        for i, batch_index in enumerate(part.indices):
+            entries[batch_index * width : (batch_index + 1) * width] = found[i * width : (i + 1) * width]
 
 
 def _apply_custom_logit_processors(
-    blocks: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
+    block_logits: torch.Tensor, block_tokens: torch.Tensor, reqs: list[Req], info: SamplingBatchInfo
 ) -> dict[int, tuple[int, str]]:
-    """Token by token, as processors may look at the output so far, which they find in the request.
+    """Apply custom logit processors token by token.
+
+    Processors may read the output so far from the request, so the draft tokens are appended to it one after the other.
 
     Args:
-        blocks: [n, W, V] float32, their logits, changed in place.
+        block_logits: [n, W, V] float32, changed in place.
         block_tokens: [n, W] int64.
 
     Returns:
-        by request, the first token at which its processor fails, and how.
+        by request, the first token at which its processor fails, and the message.
     """
     errors = {}
     drafts = [
@@ -348,10 +389,10 @@ def _apply_custom_logit_processors(
     ]
     output_lens = [len(req.output_ids) for req, _ in drafts]
     try:
-        for j in range(blocks.shape[1]):
+        for j in range(block_logits.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            for i, error in failing.apply_processors(blocks[:, j], info).items():
+            for i, error in failing.apply_processors(block_logits[:, j], info).items():
                 errors.setdefault(i, (j, error))
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
@@ -360,10 +401,10 @@ def _apply_custom_logit_processors(
 
 
 def needs_the_last_result(result: bool, scheduler, batch: ScheduleBatch | None, last_batch) -> bool:
-    """AFTER `Scheduler.is_disable_overlap_for_batch`.
+    """AFTER `Scheduler.is_disable_overlap_for_batch`: wait for the last result where the host needs it.
 
-    Custom logit processors read the output so far. Grammars are brought up to it while a block is verified, but not for
-    a request that decodes in a batch of prefills, where its one token is drawn at once.
+    Custom logit processors read the output so far. Grammars are advanced while a block is verified. In a mixed batch a
+    decoding request has no block: its one token is drawn at once, so that its grammar must be advanced before.
     """
     if result or batch is None or batch.spec_algorithm.is_none() or not scheduler.result_queue:
         return result
@@ -379,10 +420,16 @@ def sample_by_row(
     positions: torch.Tensor,
     simple_sampling_case: bool,
 ) -> tuple[torch.Tensor, object]:
-    """AROUND `Sampler._sample_from_probs`: [T, V] probabilities in, [T] tokens and what is captured of them out.
+    """AROUND `Sampler._sample_from_probs`: make a seeded request's tokens independent of its batch.
 
-    SGLang draws seeded tokens in the order of the vocabulary where no request of a batch has a filter, else in the
-    order of probability. Deciding that for each row keeps a request's tokens the same in every batch.
+    SGLang draws seeded tokens in the order of the vocabulary if no request of the batch has a filter, else in the order
+    of probability. Here each row decides for itself.
+
+    Args:
+        probs: [T, V].
+
+    Returns:
+        [T] tokens, and what SGLang captures of them.
     """
     tokens, capture = original(sampler, probs, sampling_info, positions, simple_sampling_case)
     if not failing.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:

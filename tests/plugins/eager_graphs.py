@@ -182,7 +182,7 @@ def register() -> None:
     # SGLang's sampler takes two requests of the tiny target at a time.
     sampler.SAMPLER_BYTES = 2 * sampler.sampler_bytes(1024, 16)
     # The cycle samples by itself, as on a GPU.
-    sampler.BlockSampler._draws_plainly = lambda _, info: info.sampling_seed is None
+    sampler.FallbackSampler._can_draw = lambda _, info: info.sampling_seed is None
     # For inputs of one to four blocks, as on a GPU for larger weights.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True

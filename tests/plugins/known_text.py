@@ -28,6 +28,8 @@ class KnownText:
         self.fault: str | None = None
         self.record: Path | None = None
         self.table: torch.Tensor | None = None
+        # Slots of recurrent states, while the pool does not say them.
+        self.slots: torch.Tensor | None = None
 
     def read(self) -> None:
         time = self._path.stat().st_mtime_ns
@@ -71,15 +73,18 @@ class KnownText:
 
 
 def register() -> None:
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
     from sglang_dflash.engine.adaptive.cost import MeasuredCost
     from sglang_dflash.engine.cycle import DecodeCycle
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.recurrent.state import RecurrentState
+    from sglang_dflash.verify.sampler import FallbackSampler
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
-    add_cost = MeasuredCost._add
-    commit, step = RecurrentState.commit, DFlashWorker.forward_batch_generation
+    add_cost, resolve = MeasuredCost._add, FallbackSampler.resolve
+    commit, step = RecurrentState._commit, DFlashWorker.forward_batch_generation
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -103,13 +108,19 @@ def register() -> None:
         known.write(rows, batch)
         return rows
 
-    def commit_or_not(states, *args):
-        slots = states._slots
+    def commit_or_not(states, slots, *args):
         if known.fault == "track":
-            states._slots = replace(slots, kept=None)
+            slots = replace(slots, kept=None)
         if known.fault != "commit":
-            commit(states, *args)
-        states._slots = slots
+            commit(states, slots, *args)
+
+    def resolve_late(sampler, batch, fallback, *args):
+        # Once a graph has been replayed, the scheduler may give the requests' rows to others.
+        pool = batch.req_to_token_pool
+        if fallback and isinstance(pool, HybridReqToTokenPool):
+            known.slots = pool.req_index_to_mamba_index_mapping.clone()
+            pool.req_index_to_mamba_index_mapping.zero_()
+        return resolve(sampler, batch, fallback, *args)
 
     def add_known_cost(cost, bs, width, seconds):
         add_cost(cost, bs, width, bs * (1 + width / 16 if width <= 4 else width))
@@ -117,6 +128,9 @@ def register() -> None:
     def recorded(worker, batch, *args, **kwargs):
         is_decode = batch.forward_mode.is_decode()
         result = step(worker, batch, *args, **kwargs)
+        if known.slots is not None:
+            worker.req_to_token_pool.req_index_to_mamba_index_mapping.copy_(known.slots)
+            known.slots = None
         if is_decode and known.record is not None:
             slots = worker.req_to_token_pool.get_mamba_indices(batch.req_pool_indices)
             known.save(worker._states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
@@ -125,4 +139,5 @@ def register() -> None:
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
     MeasuredCost._add = add_known_cost
-    RecurrentState.commit = commit_or_not
+    RecurrentState._commit = commit_or_not
+    FallbackSampler.resolve = resolve_late

@@ -103,3 +103,26 @@ def test_blocks_that_are_longer_than_half_an_interval(pair):
 
 def test_a_target_without_recurrent_layers():
     assert RecurrentState.of(SimpleNamespace(req_to_token_pool=torch.empty(0)), 16) is None
+
+
+def test_slots_that_are_given_away_after_a_cycle(pair):
+    """What SGLang's sampler decides after the graph is written to the slots that the requests had before."""
+    args = server_args(*pair, max_running_requests=2, max_mamba_cache_size=30)
+    args.resolve_once()
+    pools, _ = allocate(args, pair[0], num_requests=2)
+    pool = pools.req_to_token_pool
+    with served(args):
+        states = RecurrentState.of(SimpleNamespace(req_to_token_pool=pool, page_size=1), 16)
+    cache, rows = pool.mamba_pool.mamba_cache, torch.tensor([1, 2])
+    for tensor in (cache.intermediate_conv_window[0], cache.replayssm_rawk, cache.replayssm_rawv, cache.replayssm_g):
+        tensor.fill_(0.5)
+    mapping = pool.req_index_to_mamba_index_mapping
+    mapping[rows] = torch.tensor([3, 4], dtype=mapping.dtype)
+    before = cache.temporal.clone()
+
+    slots = states.copy_slots(rows)
+    mapping[rows] = torch.tensor([5, 6], dtype=mapping.dtype)
+    states.commit_copied(slots, seq_lens=torch.tensor([8, 9]), accept_lens=torch.tensor([2, 1]))
+
+    changed = (cache.temporal != before).flatten(2).any(dim=2).any(dim=0)
+    assert changed.nonzero().flatten().tolist() == [3, 4]

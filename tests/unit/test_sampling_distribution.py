@@ -1,7 +1,7 @@
 """Sampled continuations have the target's distribution, with any drafts.
 
 The target is a table of logits, so the distribution of the first tokens is known exactly. The sampler is SGLang's own,
-called by `BlockSampler` and followed by `accept_prefix`, as in the worker's cycle. Batches that the cycle samples
+called by `FallbackSampler` and followed by `accept_prefix`, as in the worker's cycle. Batches that the cycle samples
 itself use the cycle's sampler, and trees use `accept_paths`.
 """
 
@@ -37,10 +37,12 @@ from sglang_dflash import ops
 from sglang_dflash.memory import pool_sizing
 from sglang_dflash.ops.bigrams import TABLE_SIZE
 from sglang_dflash.types import Trees
-from sglang_dflash.verify import sampler
-from sglang_dflash.verify.sampler import BlockSampler, draw_parameters, sampler_bytes
+from sglang_dflash.verify import fast_path, sampler
+from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.verify.fast_path import draw_parameters
+from sglang_dflash.verify.sampler import FallbackSampler, sampler_bytes
 
-# `BlockSampler` uses a hook of SGLang's sampler to learn which tokens could not be sampled.
+# `FallbackSampler` uses a hook of SGLang's sampler to learn which tokens could not be sampled.
 load_plugins()
 
 BLOCK_SIZE = 4
@@ -73,13 +75,43 @@ def batch_of(reqs: list[Req]) -> ScheduleBatch:
     return batch
 
 
-def block_sampler(num_slots: int, sampler: Sampler | None = None) -> BlockSampler:
+def fallback_sampler(num_slots: int, sampler: Sampler | None = None) -> FallbackSampler:
     runner = SimpleNamespace(
         sampler=create_sampler() if sampler is None else sampler,
         model_config=SimpleNamespace(vocab_size=VOCAB),
         device="cpu",
     )
-    return BlockSampler(runner, num_slots, get_tp_group())
+    return FallbackSampler(runner, num_slots, get_tp_group())
+
+
+def step_of(block: torch.Tensor, positions: torch.Tensor, output: LogitsProcessorOutput, seq_lens: torch.Tensor):
+    """A cycle that has run, before SGLang's sampler chooses."""
+    return SimpleNamespace(
+        block_tokens=block,
+        positions=positions,
+        output=output,
+        drafts=None,
+        seq_lens=seq_lens,
+        accepted=Acceptance.empty(*block.shape, block.device),
+    )
+
+
+class AcceptingCycle:
+    """Accepts tokens as `DecodeCycle` does.
+
+    Attributes:
+        bias: the share of blocks whose first draft token is kept without asking.
+    """
+
+    def __init__(self, bias: float = 0.0) -> None:
+        self.bias = bias
+        self.parts: list[list[int]] = []
+
+    def overrule(self, step, index: torch.Tensor, target: torch.Tensor) -> None:
+        self.parts.append(index.tolist())
+        block = step.block_tokens[index]
+        target[:, 0] = torch.where(torch.rand(len(index)) < self.bias, block[:, 1], target[:, 0])
+        step.accepted.put(index, ops.accept_prefix(block, target, step.seq_lens[index]))
 
 
 def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> torch.Tensor:
@@ -96,10 +128,10 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
     batch = batch_of([req] * n)
     batch.req_pool_indices = torch.arange(n)
     batch.seq_lens = torch.full((n,), len(req.origin_input_ids))
-    sampler = block_sampler(n)
-    sampler.begin_prefill(batch)
+    sampler = fallback_sampler(n)
+    sampler.prepare_prefill(batch)
     bonus = torch.full((n,), FIRST)
-    sampler.end_prefill(batch, bonus)
+    sampler.begin_requests(batch, bonus)
     tokens = torch.zeros(n, NUM_NEW + BLOCK_SIZE, dtype=torch.int64)
     rows = torch.arange(BLOCK_SIZE)
     for seed in range(NUM_NEW):
@@ -110,18 +142,16 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
             rank = torch.tensor([0, 0, 0, VOCAB - 1, VOCAB - 1, 1, 2])[torch.randint(7, (n,))]
             block[:, j] = by_rank.gather(1, rank[:, None]).squeeze(1)
         output = LogitsProcessorOutput(next_token_logits=TABLE[block.view(-1)].float())
-        positions = (batch.seq_lens[:, None] + rows).view(-1)
+        positions = batch.seq_lens[:, None] + rows
         if in_cycle:
             maxima, target = ops.row_max(output.next_token_logits)
             parameters = draw_parameters(batch.sampling_info)
             ops.sample_rows(output.next_token_logits, maxima, target, parameters, torch.tensor([seed]))
-            target = target.view(n, BLOCK_SIZE)
+            accepted = ops.accept_prefix(block, target.view(n, BLOCK_SIZE), batch.seq_lens)
         else:
-            [part] = sampler.parts(batch, sampler.overruled(batch), BLOCK_SIZE)
-            target = sampler(batch, part, output, block, positions, None, None)
-        target[:, 0] = torch.where(torch.rand(n) < bias, block[:, 1], target[:, 0])
-        accepted = ops.accept_prefix(block, target, batch.seq_lens)
-        sampler.end_cycle(batch, accepted)
+            step = step_of(block, positions, output, batch.seq_lens)
+            sampler.resolve(batch, sampler.needs_fallback(batch), step, AcceptingCycle(bias), None)
+            accepted = step.accepted
         done = (batch.seq_lens - len(req.origin_input_ids)).clamp(max=NUM_NEW)
         tokens.scatter_(1, done[:, None] + rows, accepted.out_tokens)
         bonus, batch.seq_lens = accepted.bonus_tokens, accepted.new_seq_lens
@@ -208,7 +238,7 @@ def test_a_bias_of_one_percent_is_seen(name):
 def flashinfer(monkeypatch):
     """Use the sampling backend of a GPU."""
     on_gpu = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="flashinfer"))
-    monkeypatch.setattr(sampler, "get_exec", lambda: on_gpu)
+    monkeypatch.setattr(fast_path, "get_exec", lambda: on_gpu)
 
 
 GREEDY = {"temperature": 0}
@@ -230,9 +260,9 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("params", "overruled"), BATCHES)
-def test_overruled(params, overruled, flashinfer):
-    assert block_sampler(1).overruled(batch_of([request(one) for one in params])) == overruled
+@pytest.mark.parametrize(("params", "fallback"), BATCHES)
+def test_requests_that_need_the_fallback(params, fallback, flashinfer):
+    assert fallback_sampler(1).needs_fallback(batch_of([request(one) for one in params])) == fallback
 
 
 @pytest.mark.parametrize("params", [{}, GREEDY])
@@ -244,18 +274,18 @@ def test_overruled(params, overruled, flashinfer):
         ("custom_logit_processor", "processor", None),
     ],
 )
-def test_what_the_host_has_to_see_is_overruled(params, of_request, value, of_batch, flashinfer):
+def test_what_the_host_has_to_see_needs_the_fallback(params, of_request, value, of_batch, flashinfer):
     batch = batch_of([request(params), request(params)])
     setattr(batch.reqs[1], of_request, value)
     setattr(batch if of_batch else batch.sampling_info, of_batch or "has_custom_logit_processor", True)
-    assert block_sampler(1).overruled(batch) == [1]
+    assert fallback_sampler(1).needs_fallback(batch) == [1]
 
 
-def test_seeded_draws_are_overruled(flashinfer):
+def test_seeded_draws_need_the_fallback(flashinfer):
     batch = batch_of([request(GREEDY), request({})])
     batch.sampling_info.sampling_seed = torch.tensor([1, 2])
-    assert block_sampler(1).overruled(batch) == [1]
-    assert block_sampler(1).draw_parameters(batch.sampling_info) is None
+    assert fallback_sampler(1).needs_fallback(batch) == [1]
+    assert fallback_sampler(1).draw_parameters(batch.sampling_info) is None
 
 
 def test_another_sampler_draws_for_itself(flashinfer):
@@ -265,25 +295,32 @@ def test_another_sampler_draws_for_itself(flashinfer):
     on_policy = Sampler()
     on_policy.rl_on_policy_target = "fsdp"
     for other in (Custom(), on_policy):
-        assert block_sampler(1, other).overruled(batch_of([request({}), request(GREEDY)])) == [0]
+        assert fallback_sampler(1, other).needs_fallback(batch_of([request({}), request(GREEDY)])) == [0]
 
 
 def test_other_backends_draw_by_other_rules():
-    sampler = block_sampler(1)
-    assert sampler.overruled(batch_of([request({}), request(GREEDY)])) == [0]
-    assert sampler.overruled(batch_of([request(GREEDY)])) == []
+    sampler = fallback_sampler(1)
+    assert sampler.needs_fallback(batch_of([request({}), request(GREEDY)])) == [0]
+    assert sampler.needs_fallback(batch_of([request(GREEDY)])) == []
 
 
 def test_parts_are_bounded(monkeypatch):
     """The sampler gets whole requests, at most as many as fit into its bytes, and at least one."""
-    batch, places = batch_of([request({})] * 9), [0, 1, 3, 4, 5, 8]
+    n, fallback = 9, [0, 1, 3, 4, 5, 8]
+    batch = batch_of([request({})] * n)
+    batch.seq_lens = torch.full((n,), 2)
+    block = torch.zeros((n, BLOCK_SIZE), dtype=torch.int64)
     sizes = {}
     for num_bytes in (1, sampler_bytes(VOCAB, BLOCK_SIZE), 4 * sampler_bytes(VOCAB, BLOCK_SIZE) + 1, 1 << 30):
         monkeypatch.setattr(sampler, "SAMPLER_BYTES", num_bytes)
-        parts = block_sampler(1).parts(batch, places, BLOCK_SIZE)
-        assert [place for part in parts for place in part.places] == places
-        assert all(part.index.tolist() == part.places for part in parts)
-        sizes[num_bytes] = [len(part.reqs) for part in parts]
+        output = LogitsProcessorOutput(torch.randn(block.numel(), VOCAB))
+        cycle = AcceptingCycle()
+        resolved = fallback_sampler(1).resolve(
+            batch, fallback, step_of(block, block, output, batch.seq_lens), cycle, None
+        )
+        assert [i for part in cycle.parts for i in part] == fallback
+        assert [part.tolist() for part in resolved.parts] == cycle.parts
+        sizes[num_bytes] = [len(part) for part in cycle.parts]
     assert list(sizes.values()) == [[1] * 6, [1] * 6, [4, 2], [6]]
 
 
@@ -297,20 +334,20 @@ def test_the_memory_of_the_sampler_is_counted(params, is_seeded, monkeypatch):
         req.return_logprob, req.logprob.top_logprobs_num = True, 5
     batch = batch_of(reqs)
     batch.req_pool_indices, batch.seq_lens = torch.arange(n), torch.full((n,), 2)
+    batch.return_logprob = True
     if is_seeded:
         batch.sampling_info.sampling_seed = torch.arange(n)
         # On a GPU this is one kernel.
         hashed = torch.randint(2**32, (n * BLOCK_SIZE, 1)).to(torch.uint32)
         monkeypatch.setattr(srt_sampler, "murmur_hash32", lambda *_: hashed.repeat(1, vocab_size))
-    sampler = block_sampler(n)
+    sampler = fallback_sampler(n)
     sampler._sampler.enable_deterministic = is_seeded
     output = LogitsProcessorOutput(torch.randn(n * BLOCK_SIZE, vocab_size, dtype=torch.bfloat16))
-    output.next_token_logprobs = torch.zeros(n, BLOCK_SIZE)
     block = torch.randint(vocab_size, (n, BLOCK_SIZE))
-    [part] = sampler.parts(batch, list(range(n)), BLOCK_SIZE)
+    step = step_of(block, torch.arange(block.numel()).view_as(block), output, batch.seq_lens)
 
     with torch.compiler.set_stance("force_eager"), profile(profile_memory=True) as profiler:
-        sampler(batch, part, output, block, torch.arange(block.numel()), None, None)
+        sampler.resolve(batch, list(range(n)), step, AcceptingCycle(), None)
 
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
