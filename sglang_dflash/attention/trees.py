@@ -1,8 +1,10 @@
-"""The target's attention of drafted trees, on whatever backend it prefills with, and of chains in place of FlashInfer.
+"""The target's attention of drafted trees, for every attention backend, and of chains instead of FlashInfer's.
 
-A backend verifies a block as a chain. Of a tree every node sees its own ancestors, and is where these, not its slot,
-put it. One kernel of ours does that for all of them (`ops.attend_trees`), since it finds keys by their slots. A chain
-is a tree of which every node is behind all before it.
+SGLang's backends verify a block as a chain. In a tree a node sees its ancestors, and its position is its depth. One
+kernel does that for all backends (`ops.attend_trees`), because it finds keys by their slots. A chain is a tree in which
+each node is the parent of the next.
+
+Shapes: bs requests, N nodes of each, T = bs * N.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, MHATokenToKVPo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_spec
 from torch import nn
 
 from sglang_dflash import ops
@@ -25,20 +28,19 @@ from sglang_dflash.types import KeyChunks, KVRows
 
 
 class NodeAttentionBackend(AttentionBackend):
-    """Takes the place of a target's attention backend while it verifies nodes that know their ancestors.
+    """An attention backend that replaces the target's while it verifies nodes.
 
     Attributes:
-        req_to_token: the target's, [rows, width] int32.
-        req_to_token_pool, token_to_kv_pool: the target's, which its layers look for here.
-        forward_metadata: [bs * N] int64, slots of the nodes in the pool of the sliding layers; None: they have none.
-        kv_index_translator: the target's.
+        req_to_token: [rows, width] int32. The target's table of KV slots.
+        req_to_token_pool, token_to_kv_pool, kv_index_translator: the target's. Its layers read them here.
+        forward_metadata: [bs * N] int64. Slots of the nodes in the KV pool of sliding layers; None without such a pool.
     """
 
     def __init__(self, target_runner: ModelRunner) -> None:
         super().__init__()
         self.kv_index_translator = target_runner.kv_index_translator
         self.forward_metadata: torch.Tensor | None = None
-        # Of the forward that is under way, by window and shape of its layers.
+        # Of the current forward, by window and shape of its layers.
         self._splits: dict[tuple, KeyChunks | None] = {}
         self.token_to_kv_pool = target_runner.token_to_kv_pool
         self._swa_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
@@ -46,7 +48,7 @@ class NodeAttentionBackend(AttentionBackend):
         self.req_to_token = self.req_to_token_pool.req_to_token
 
     def _ancestors(self, forward_batch: ForwardBatch) -> torch.Tensor:
-        """[bs, N] int64, as in :class:`sglang_dflash.types.Trees`."""
+        """Return the ancestors of the nodes, [bs, N] int64, as in :class:`sglang_dflash.types.Trees`."""
         raise NotImplementedError
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -70,17 +72,18 @@ class NodeAttentionBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of all nodes, T of them.
+        """Compute attention of all nodes.
 
         Args:
-            q: [T, heads * head_dim]; of MLA the part without RoPE, if there is `q_rope`.
-            k, v: [T, KV heads, head_dim], None: the pool has them; of MLA the latent, and whatever.
-            q_rope: [T, heads, rope_dim] or [T, heads * rope_dim], of MLA.
-            k_rope: [T, 1, rope_dim], of MLA.
-            sinks: [heads].
+            q: [T, heads * head_dim]. With `q_rope`, the part without RoPE.
+            k, v: [T, KV heads, head_dim]; None: the pool has them. Latent attention has the latent as `k`, and ignores
+                `v`.
+            q_rope: [T, heads, rope_dim] or [T, heads * rope_dim], for latent attention.
+            k_rope: [T, 1, rope_dim], for latent attention.
+            sinks: [heads]. One logit for each head.
 
         Returns:
-            [T, heads * v_head_dim].
+            [T, heads * v_head_dim], in the dtype of `q`.
         """
         ancestors, heads = self._ancestors(forward_batch), layer.tp_q_head_num
         if save_kv_cache and k is not None:
@@ -90,7 +93,7 @@ class NodeAttentionBackend(AttentionBackend):
             elif layer.k_scale is None:
                 self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
             elif isinstance(self.token_to_kv_pool, MLATokenToKVPool):
-                # It takes no scales.
+                # This pool takes no scales.
                 self.token_to_kv_pool.set_kv_buffer(layer, slots, k / layer.k_scale, v)
             else:
                 self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
@@ -128,7 +131,7 @@ class NodeAttentionBackend(AttentionBackend):
         return output.view(-1, heads * layer.v_head_dim)
 
     def _split(self, forward_batch: ForwardBatch, *shape: int | torch.dtype | None) -> KeyChunks | None:
-        """How the keys of a forward are divided: made in its first layer of that window and shape, for all of them."""
+        """Return the division of the keys, made once per forward for all layers of the same window and shape."""
         if shape not in self._splits:
             self._splits[shape] = ops.split_trees(forward_batch.seq_lens, forward_batch.req_pool_indices, *shape)
         return self._splits[shape]
@@ -140,12 +143,12 @@ class NodeAttentionBackend(AttentionBackend):
 
 
 class TreeAttentionBackend(NodeAttentionBackend):
-    """Of trees (`DFlashVerifyInput.trees`)."""
+    """Attention of trees (`DFlashVerifyInput.trees`)."""
 
     def __init__(self, target_runner: ModelRunner) -> None:
         """
         Raises:
-            ConfigError: the target attends in a way that trees are not verified in.
+            ConfigError: this target's trees cannot be verified; names the reason.
         """
         obstacle = tree_obstacle(target_runner)
         if obstacle is not None:
@@ -156,7 +159,7 @@ class TreeAttentionBackend(NodeAttentionBackend):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Meanwhile the target's forwards go through this backend."""
+        """Make the target's forwards use this backend inside the `with` block."""
         original, self._runner.attn_backend = self._runner.attn_backend, self
         try:
             yield
@@ -164,24 +167,24 @@ class TreeAttentionBackend(NodeAttentionBackend):
             self._runner.attn_backend = original
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """There is none: all it reads are tensors of the batch."""
+        """Allocate nothing: this backend reads tensors of the batch only."""
 
     def _ancestors(self, forward_batch: ForwardBatch) -> torch.Tensor:
         return forward_batch.spec_info.trees.ancestors
 
     def move_kv(self, slots: torch.Tensor, paths: torch.Tensor, accept_lens: torch.Tensor) -> None:
-        """Put the KV of accepted paths, of all layers, where that of chains is: see `ops.reference.move_kv`."""
+        """Move the KV of accepted paths in all layers to the slots that a chain has; see `ops.reference.move_kv`."""
         for rows, has_own_slots in self._rows:
             slot_map = self._swa_pool.full_to_swa_index_mapping if has_own_slots else None
             ops.move_kv(rows, slots, paths, accept_lens, slot_map)
 
 
 class ChainAttentionBackend(NodeAttentionBackend):
-    """Of chains, in graphs (`attention.plan.chain_attention`)."""
+    """Attention of chains in graphs (`attention.plan.chain_attention`)."""
 
     def __init__(self, target_runner: ModelRunner) -> None:
         super().__init__(target_runner)
-        # By N, of the largest batch.
+        # By N: ancestors of the largest batch.
         self._chains: dict[int, torch.Tensor] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -198,7 +201,7 @@ def _join(nope: torch.Tensor, rope: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def tree_obstacle(target_runner: ModelRunner) -> str | None:
-    """Why a target's trees cannot be verified, in words; None: they can."""
+    """Return why the trees of a target, which has its KV pools, cannot be verified, in words; None: they can."""
     obstacle = layer_obstacle(target_runner.model)
     if obstacle is not None:
         return f"{obstacle}, which DFLASH does in chains only"
@@ -207,11 +210,30 @@ def tree_obstacle(target_runner: ModelRunner) -> str | None:
         obstacle = None if type(part) is MLATokenToKVPool else pool_obstacle(part)
         if obstacle is not None:
             return f"{obstacle}, where DFLASH moves no tokens"
+    num_nodes = get_spec().speculative_num_draft_tokens
+    return None if target_runner.device == "cpu" else memory_obstacle(target_runner, num_nodes)
+
+
+def memory_obstacle(target_runner: ModelRunner, num_nodes: int) -> str | None:
+    """Return which layer's trees of N nodes do not fit into the GPU's shared memory, in words; None: all fit."""
+    # Imported here: a machine without a GPU needs no Triton.
+    from sglang_dflash.ops.kernels.attend_trees import shared_memory_obstacle, shares_memory
+
+    pool = target_runner.token_to_kv_pool
+    for name, layer in target_runner.model.named_modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        k_cache, v_cache = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        shape = (num_nodes, layer.tp_q_head_num, *k_cache.shape[1:], v_cache.shape[2])
+        is_v_in_k = shares_memory(k_cache, v_cache)
+        obstacle = shared_memory_obstacle(*shape, target_runner.dtype, k_cache.device, is_v_in_k)
+        if obstacle is not None:
+            return f"in layer {name} of the target {obstacle}"
     return None
 
 
 def layer_obstacle(target_model: nn.Module) -> str | None:
-    """Which layer does more than :meth:`NodeAttentionBackend.forward_extend` does, in words; None: there is none."""
+    """Return which layer :meth:`NodeAttentionBackend.forward_extend` cannot compute, in words; None: there is none."""
     for name, layer in target_model.named_modules():
         if not isinstance(layer, RadixAttention):
             continue
@@ -228,7 +250,7 @@ def layer_obstacle(target_model: nn.Module) -> str | None:
 
 
 def pool_obstacle(pool: KVCache) -> str | None:
-    """Why not all of a token's key and value in a layer is in its slot as it is used, in words; None: it is."""
+    """Return why a token's key and value are not stored as plain numbers in one slot, in words; None: they are."""
     if isinstance(pool, SWAKVPool):
         return pool_obstacle(pool.full_kv_pool) or pool_obstacle(pool.swa_kv_pool)
     if type(pool) is not MHATokenToKVPool:
@@ -239,8 +261,11 @@ def pool_obstacle(pool: KVCache) -> str | None:
 
 
 def kv_rows(pool: KVCache) -> list[tuple[KVRows, bool]]:
-    """All that a target's pool has of a token, and whether that is in slots of a window's pool; of a pool that is no
-    :func:`tree_obstacle`."""
+    """Return the KV rows of a token in a pool that has no :func:`tree_obstacle`.
+
+    Returns:
+        Rows, and whether they are in slots of the pool of sliding layers.
+    """
     if isinstance(pool, SWAKVPool):
         parts = ((pool.full_kv_pool, False), (pool.swa_kv_pool, True))
         return [(rows, is_sliding) for part, is_sliding in parts for rows, _ in kv_rows(part)]

@@ -1,32 +1,48 @@
-"""Compile the kernels of scripts/bench_kernels.py and of the training for a Hopper GPU, without such a GPU.
+"""Compile the kernels for a GPU, without such a GPU, and compare their shared memory with its limit.
 
 It is a program because Triton decides once per process whether it compiles or interprets.
-usage: compile_kernels.py
+usage: compile_kernels.py GPU    (a name of `support.gpus.GPUS`, such as sm_90)
 
-It prints the name of each compiled kernel and the length of its machine code.
+It prints the name of each compiled kernel and its bytes of shared memory.
 """
 
 import argparse
+import sys
 
 import bench_kernels
 import torch
 import triton
+from support.gpus import GPUS, Gpu
 from training.smollm2.decode_attention import triton_decode_attention
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.attend_trees import SHARED_MEMORY, attend_trees, split_trees
+from sglang_dflash.ops.kernels import attend_trees as trees
+from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
+# Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
+HOPPER_ONLY = ("add_rms_norm", "linear_few_rows", "shortlist_argmax", "shortlist_top")
+NUM_NODES = 16
+# Layers of targets: query heads, KV heads, numbers of a key and of a value.
+LAYERS = {
+    "Qwen3-8B": (32, 8, 128, 128),
+    "gpt-oss": (64, 8, 64, 64),
+    "Qwen3.5": (16, 4, 256, 256),
+    "DeepSeek V3": (16, 1, 576, 512),
+    "Gemma 4": (32, 4, 512, 512),
+}
 
 
-class HopperDriver:
+class Driver:
     """Driver that answers what Triton asks before it compiles."""
 
+    def __init__(self, gpu: Gpu) -> None:
+        self._target = GPUTarget("cuda", gpu.sm, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -35,50 +51,98 @@ class HopperDriver:
         return 0
 
 
-def main() -> None:
-    triton.runtime.driver.set_active(HopperDriver())
+def compile_for(gpu: Gpu) -> None:
+    """Make every launch in this process compile its kernel for `gpu`, and run nothing."""
+    triton.runtime.driver.set_active(Driver(gpu))
     launch = JITFunction.run
 
     def compile_only(function, *args, grid, warmup, **kwargs):
         compiled = launch(function, *args, grid=grid, warmup=True, **kwargs)
-        assert compiled.metadata.shared <= SHARED_MEMORY, function.__name__
-        print(function.__name__, len(compiled.asm["cubin"]), flush=True)
+        assert compiled.metadata.shared <= gpu.shared_memory, (function.__name__, compiled.metadata.shared)
+        assert compiled.asm["cubin"]
+        print(function.__name__, compiled.metadata.shared, flush=True)
+        return compiled
 
     JITFunction.run = compile_only
-    pdl.is_available = lambda device: True
+    pdl.is_available = lambda device: gpu.sm >= 90
+    fp8.has_e4m3 = lambda device: gpu.sm >= 89
+    trees._shared_memory = lambda device: gpu.shared_memory
+
+
+def compile_benchmarked(gpu: Gpu) -> None:
     for make in bench_kernels.KERNELS:
-        case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
-        bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
-    # More rows than two blocks have.
-    linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
-    queries, keys, values = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2))
-    triton_decode_attention(queries, keys, values, torch.tensor([100]))
-    # A layer with every option; DeepSeek's layer, whose values are part of the keys; and float32. For 32 trees thread
-    # blocks merge their parts themselves.
-    for bs in (2, 32):
-        compile_trees(bs, 64, 8, 128, torch.bfloat16, torch.float8_e4m3fn, has_window=True)
-        compile_trees(bs, 16, 1, 576, torch.bfloat16, torch.bfloat16, has_window=False)
-    compile_trees(2, 8, 4, 64, torch.float32, torch.float32, has_window=False)
+        if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
+            case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
+            bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
+    if gpu.sm == 90:
+        # More rows than two blocks have.
+        linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
+        queries, keys, values = (
+            torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2)
+        )
+        triton_decode_attention(queries, keys, values, torch.tensor([100]))
 
 
 def compile_trees(
-    bs: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, kv_dtype: torch.dtype, has_window: bool
+    bs: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    has_all: bool = False,
 ) -> None:
-    """Compile attention of trees of 16 nodes. `has_window` adds a slot map, a logit cap and sinks."""
-    query = torch.zeros(16 * bs, heads, size, dtype=dtype)
-    k_cache, v_cache = torch.zeros(2, 64, kv_heads, size).to(kv_dtype)
-    if size == 576:
-        v_cache = k_cache[..., :512]
+    """Compile attention of trees of 16 nodes.
+
+    Args:
+        bs: requests. Thread blocks merge parts themselves where there are many.
+        shape: of a layer, as in `LAYERS`.
+        has_all: with a window, a slot map, a cap and sinks.
+    """
+    heads, kv_heads, key_size, value_size = shape
+    query = torch.zeros(NUM_NODES * bs, heads, key_size, dtype=dtype)
+    k_cache, v_cache = (torch.zeros(64, kv_heads, size).to(kv_dtype) for size in (key_size, value_size))
+    if key_size != value_size:
+        # The values of latent attention are part of its keys.
+        v_cache = k_cache[..., :value_size]
     slots, lens = torch.zeros(bs, 64, dtype=torch.int32), torch.arange(bs)
-    slot_map, sinks = (torch.arange(64), torch.zeros(heads)) if has_window else (None, None)
-    nodes, ancestors = torch.arange(16 * bs), torch.ones(bs, 16, dtype=torch.int64)
-    window = 512 if has_window else None
-    split = split_trees(lens, lens, window, 16, heads, kv_heads, size, v_cache.shape[2], dtype)
-    attend_trees(
+    slot_map, sinks = (torch.arange(64), torch.zeros(heads)) if has_all else (None, None)
+    nodes, ancestors = torch.arange(NUM_NODES * bs), torch.ones(bs, NUM_NODES, dtype=torch.int64)
+    window = 512 if has_all else None
+    split = trees.split_trees(lens, lens, window, NUM_NODES, *shape, dtype)
+    trees.attend_trees(
         *(query, k_cache, v_cache, slots, lens, slot_map, lens, nodes, ancestors),
-        *(0.1, window, 50.0 * has_window, sinks, 1.0, 1.0, split),
+        *(0.1, window, 50.0 * has_all, sinks, 1.0, 1.0, split),
     )
 
 
+def check_bound(gpu: Gpu) -> None:
+    """Make launches of `attend_trees` compare what they need with what its tile was chosen by."""
+    launch, fitting_tile, chosen = JITFunction.run, trees._Layout.fitting_tile, []
+
+    def fit(*args):
+        chosen.append(fitting_tile(*args))
+        return chosen[-1]
+
+    def compare(function, *args, **kwargs):
+        compiled = launch(function, *args, **kwargs)
+        # The others keep more there, and have room for it.
+        if function.__name__ == "_attend_trees_kernel" and gpu.capability[0] not in (9, 10):
+            assert compiled.metadata.shared <= chosen[-1][1], (compiled.metadata.shared, chosen[-1])
+        return compiled
+
+    trees._Layout.fitting_tile, JITFunction.run = fit, compare
+
+
+def main(gpu: Gpu) -> None:
+    compile_for(gpu)
+    compile_benchmarked(gpu)
+    check_bound(gpu)
+    for shape in LAYERS.values():
+        compile_trees(2, shape)
+    compile_trees(32, LAYERS["Qwen3-8B"], kv_dtype=torch.float8_e4m3fn, has_all=True)
+    compile_trees(2, LAYERS["DeepSeek V3"], kv_dtype=torch.float8_e4m3fn)
+    compile_trees(32, LAYERS["Gemma 4"])
+    compile_trees(2, (8, 4, 64, 64), torch.float32, torch.float32)
+
+
 if __name__ == "__main__":
-    main()
+    main(GPUS[sys.argv[1]])

@@ -191,9 +191,18 @@ def test_caps_and_sinks(num_chunks, logit_cap, window, device):
     assert not check(inputs, num_chunks)[:, 0].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smaller_tiles_where_shared_memory_is_short(dtype, device, monkeypatch):
+    """Chunks are cut by the tuned tile, and attended to by one of fewer keys."""
+    monkeypatch.setattr(kernel, "_shared_memory", lambda device: 0)
+    check(arguments(CONTEXTS, 16, GQA, device, dtype=dtype), 8)
+
+
+@pytest.mark.parametrize("has_e4m3", [True, False])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8(dtype, kv_dtype, device):
+def test_fp8(dtype, kv_dtype, has_e4m3, device, monkeypatch):
+    monkeypatch.setattr(kernel.fp8, "has_e4m3", lambda device: has_e4m3)
     # SGLang stores fp8 as uint8.
     inputs = arguments((0, 65, 200), 5, GQA, device, dtype=dtype, kv_dtype=kv_dtype, k_scale=0.7, v_scale=1.9)
     inputs[1:3] = (cache.view(torch.uint8).view(kv_dtype) for cache in inputs[1:3])

@@ -15,6 +15,7 @@ and who ends last of a request's chunks merges all. Otherwise there are many chu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -48,7 +49,7 @@ _MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
 _MERGE_BLOCKS, _MAX_MERGED_ROWS = 2048, 8
 
 
-# Of a thread block of a Hopper GPU, in bytes.
+# Shared memory of one thread block of a Hopper GPU, in bytes.
 SHARED_MEMORY = 227 * 1024
 
 
@@ -69,13 +70,13 @@ class Tile:
     stages: int = 3
 
 
-# By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first that has room.
-# So chosen that registers and a Hopper GPU's shared memory hold them.
+# By bytes of a key or a value, whichever has more, in the dtype in which they are multiplied: the first entry that is
+# large enough. Tuned for the registers and the shared memory of a Hopper GPU; see `_Layout.fitting_tile` for others.
 _TILES = {
     256: Tile(rows=128, keys=32, warps=8, stages=5),
     512: Tile(rows=64, keys=32, warps=8),
     1280: Tile(rows=64, keys=32, warps=8),
-    2560: Tile(rows=16, keys=16, warps=8),
+    math.inf: Tile(rows=16, keys=16, warps=8),
 }
 # Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
 _FLOAT32_ROWS = 16
@@ -431,8 +432,22 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a thread block can have; a Hopper GPU's where there is no GPU."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile:
-    """For rows of one KV head of a request, keys and values of at most `size` numbers, and values padded to others."""
+    """Return the tile that was tuned for a shape.
+
+    Args:
+        num_rows: rows of one KV head of a request.
+        size: numbers of a key or a value, whichever has more.
+        value_size: numbers of a value, padded.
+    """
     tile = next(tile for num_bytes, tile in _TILES.items() if size * dtype.itemsize <= num_bytes)
     if dtype == torch.float32:
         return replace(tile, rows=_FLOAT32_ROWS)
@@ -440,9 +455,37 @@ def _tile(num_rows: int, size: int, value_size: int, dtype: torch.dtype) -> Tile
     return replace(tile, rows=rows, warps=4 if rows * (tile.keys + value_size) <= _FEW_NUMBERS else tile.warps)
 
 
+def _needed(tile: Tile, key_size: int, value_size: int, is_v_in_k: bool, dtype: torch.dtype) -> int:
+    """Return an upper bound of the bytes of shared memory that a tile needs.
+
+    Triton keeps the queries there, one buffer of keys and values for every two stages after the first, and logits on
+    their way to the second product. tests/kernels/compile_kernels.py compares the bound with compiled kernels.
+
+    Args:
+        key_size, value_size: numbers of a key and of a value, padded.
+        is_v_in_k: whether values are part of the keys.
+    """
+    numbers = key_size if is_v_in_k else key_size + value_size
+    buffered = max(1, (tile.stages - 1) // 2) * tile.keys * numbers
+    attended = (tile.rows * key_size + buffered + tile.rows * (tile.keys + 4)) * dtype.itemsize + 512
+    merged = _merge_stages(tile, value_size) * tile.rows * value_size * torch.float32.itemsize + 2048
+    return max(attended, merged)
+
+
+def _merge_stages(tile: Tile, value_size: int) -> int:
+    """Return how many parts are on their way to shared memory while a thread block merges others."""
+    return _NUMBERS_UNDER_WAY // (tile.rows * value_size)
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """How rows and numbers are cut: MAIN, REST and COLUMNS of the kernel, the tile, and a request's number of them."""
+    """The division of rows and numbers among thread blocks.
+
+    Attributes:
+        main, rest, columns: int. MAIN, REST and COLUMNS of the kernel.
+        tile: the tile that was tuned for the shape.
+        num_tiles: int. Tiles of a request and a KV head.
+    """
 
     main: int
     rest: int
@@ -461,6 +504,48 @@ class _Layout:
         num_rows = num_nodes * (heads // kv_heads)
         tile = _tile(num_rows, max(main + rest, columns), columns, dtype)
         return cls(main, rest, columns, tile, triton.cdiv(num_rows, tile.rows))
+
+    def fitting_tile(self, is_v_in_k: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tile, int]:
+        """Return the tuned tile, or one of fewer keys where shared memory is short, and the bytes that it needs.
+
+        The keys of the smaller tile divide those of the tuned one, which `split_trees` cuts chunks by.
+        """
+        for tile in (self.tile, replace(self.tile, keys=_MIN_COLUMNS)):
+            needed = _needed(tile, self.main + self.rest, self.columns, is_v_in_k, dtype)
+            if needed <= _shared_memory(device):
+                break
+        return tile, needed
+
+
+def shares_memory(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Return whether values are the first numbers of the keys, as in latent attention."""
+    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+
+
+def shared_memory_obstacle(
+    num_nodes: int,
+    heads: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_v_in_k: bool,
+) -> str | None:
+    """Return why trees of a layer cannot be verified on this GPU, in words; None: they can.
+
+    Args:
+        num_nodes, heads, kv_heads, key_size, value_size, dtype: as of :func:`split_trees`.
+        is_v_in_k: whether values are the first numbers of the keys, as in latent attention.
+    """
+    layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, dtype)
+    _, needed = layout.fitting_tile(is_v_in_k and value_size == layout.main, dtype, device)
+    if needed <= _shared_memory(device):
+        return None
+    return (
+        f"heads of {key_size} and {value_size} numbers need {needed >> 10} KiB of shared memory, and this GPU has "
+        f"{_shared_memory(device) >> 10}"
+    )
 
 
 def _max_chunks(bs: int, num_tiles: int, kv_heads: int, device: torch.device) -> int:
@@ -526,7 +611,9 @@ def attend_trees(
     if bs == 0:
         return output
     layout = _Layout.of(num_nodes, heads, kv_heads, key_size, value_size, query.dtype)
-    tile, num_chunks = layout.tile, split.chunks.shape[0]
+    is_v_in_k = shares_memory(k_cache, v_cache) and value_size == layout.main
+    tile, _ = layout.fitting_tile(is_v_in_k, query.dtype, query.device)
+    num_chunks = split.chunks.shape[0]
     # Requests of one chunk leave none, and n chunks are at most 2 * (n - 1) otherwise.
     num_parts = 2 * max(0, num_chunks - bs)
     parts = query.new_empty(num_parts, num_nodes, heads, value_size, dtype=torch.float32)
@@ -535,7 +622,6 @@ def attend_trees(
     is_e4m3_bytes = k_cache.dtype == torch.float8_e4m3fn and not fp8.has_e4m3(query.device)
     if is_e4m3_bytes:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    is_v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
     _attend_trees_kernel[(num_chunks * layout.num_tiles * kv_heads,)](
         query,
         query.stride(0),
@@ -577,11 +663,11 @@ def attend_trees(
         HAS_WINDOW=window is not None,
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
-        IS_V_IN_K=is_v_in_k and value_size == layout.main,
+        IS_V_IN_K=is_v_in_k,
         IS_E4M3_BYTES=is_e4m3_bytes,
         CHUNK_COLUMNS=_CHUNK_COLUMNS,
         MERGES=split.arrivals is not None,
-        MERGE_STAGES=1 + _NUMBERS_UNDER_WAY // (tile.rows * layout.columns),
+        MERGE_STAGES=1 + _merge_stages(tile, layout.columns),
         PDL=pdl_is_available,
         num_warps=tile.warps,
         num_stages=tile.stages,
