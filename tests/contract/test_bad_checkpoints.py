@@ -160,7 +160,7 @@ def test_drafter_field(tmp_path, fields, named):
     ],
 )
 def test_drafter_layers(tmp_path, fields, named):
-    """If transformers itself refuses the value, its sentence is passed on."""
+    """The sentence of transformers is passed on if it refuses the value itself."""
     layers = json.loads((DRAFTER_DIR / "config.json").read_text())["num_hidden_layers"]
     if len(fields.get("layer_types", ())) == 3:
         fields = fields | {"layer_types": (fields["layer_types"] * layers)[:layers]}

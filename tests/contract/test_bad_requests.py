@@ -220,7 +220,7 @@ def test_unsupported_is_refused_by_name(server, name):
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("name", REFUSED_POSITIONS)
 def test_scoring_at_some_tokens_is_refused(server, name):
-    """With speculation SGLang would return scores of all tokens."""
+    """SGLang would return scores of all tokens under speculation."""
     asked = {"input_ids": [5, 6, 7], "return_logprob": True, "token_ids_logprob": [5], name: [1]}
     response = post(server, "/generate", json=asked | {"sampling_params": {"max_new_tokens": 0}})
     assert response.status_code == 400, response.text

@@ -55,7 +55,7 @@ FOREIGN |= {"trees", "candidates"}
 
 
 def test_manifest_is_recorded():
-    """If it fails, run `python -m sglang_dflash.ledger --write`."""
+    """The record is up to date. Otherwise run `python -m sglang_dflash.ledger --write`."""
     assert set(recorded.FINGERPRINTS) == set(manifest(hooked()))
     assert tuple((use.user, use.why, *use.symbols) for use in hooked()) == recorded.HOOKED
 

@@ -40,7 +40,7 @@ def answers(tmp_path):
 
 @pytest.mark.gpu
 def test_greedy(answers):
-    """In bf16 the tokens are the same up to the first tie, and so are the log probabilities before it.
+    """The tokens in bf16 are the same up to the first tie, and so are the log probabilities before it.
 
     Log probabilities are those after penalties, biases, processors and grammars. So a tie is between allowed tokens.
     """
@@ -63,7 +63,7 @@ def test_greedy(answers):
 
 @pytest.mark.gpu
 def test_seeded(answers):
-    """In float32 the samples are the same, unless a sample is within rounding of the boundary between two tokens.
+    """The samples in float32 are the same, unless one is within rounding of the boundary between two tokens.
 
     Rounding changes log probabilities by about 1e-5. So it affects about one sample in 1e5, and there are 1920.
     """

@@ -81,7 +81,7 @@ def test_every_flag_at_its_default(plain, tmp_path):
 
 @pytest.mark.gpu
 def test_prompts_in_one_graph(plain, tmp_path):
-    """With `--cuda-graph-backend-prefill full`, hidden states of prompts come from padded batches."""
+    """Hidden states of prompts come from padded batches (`--cuda-graph-backend-prefill full`)."""
     dflash = generate(tmp_path, "fa3", "fa3", "--prefill-graphs", "full")
     check_answers("fa3, prefills in one graph", plain("fa3"), dflash, CPU_ACCEPT_LENGTH)
 
@@ -159,7 +159,7 @@ def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fewer_rows_verified(backend, plain, tmp_path):
-    """With `--speculative-adaptive`, every draft length is used in turn."""
+    """Every draft length is used in turn (`--speculative-adaptive`)."""
     plain = plain(backend)
     dflash, cycles = generate_checked(tmp_path, "width_check", backend, backend, "--varied-lengths", "--adaptive")
     same = count_identical(varied(plain["results"]), dflash["results"], TIE)

@@ -39,7 +39,7 @@ def test_matches_reference(seq_lens, block_size, rows_per_token, rows_per_tile, 
 
 
 def test_covers_every_request(device):
-    """For each tile of a request, chunks are numbered from 0 and reach the request's last key."""
+    """Chunks of each tile of a request are numbered from 0 and reach the request's last key."""
     seq_lens, block_size = [1, 3000, 700], 16
     split = empty(3, block_size, 40, device)
     split_kv(torch.tensor(seq_lens, device=device), None, block_size, 8, 64, 33, split)
