@@ -40,8 +40,8 @@ def _accept_paths_kernel(
     node = tl.full((), 0, tl.int32)
     path = lane * 0
     accept_len = tl.full((), 0, tl.int64)
-    for place in range(MAX_LEN):
-        path = tl.where(lane == place, node, path)
+    for index in range(MAX_LEN):
+        path = tl.where(lane == index, node, path)
         accept_len += (node < WIDTH).to(tl.int64)
         node = tl.min(tl.where(right_behind == node, lane, WIDTH))
 

@@ -22,17 +22,17 @@ def _accept_prefix_kernel(
     PADDED: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PADDED)
-    valid = place < BLOCK_SIZE
-    is_draft = place < BLOCK_SIZE - 1
+    index = tl.arange(0, PADDED)
+    valid = index < BLOCK_SIZE
+    is_draft = index < BLOCK_SIZE - 1
     base = request * BLOCK_SIZE
-    draft = tl.load(block_tokens + base + place + 1, mask=is_draft, other=-1)
-    target = tl.load(target_tokens + base + place, mask=valid, other=-1)
-    first_wrong = tl.where(is_draft & (draft == target), BLOCK_SIZE, place)
+    draft = tl.load(block_tokens + base + index + 1, mask=is_draft, other=-1)
+    target = tl.load(target_tokens + base + index, mask=valid, other=-1)
+    first_wrong = tl.where(is_draft & (draft == target), BLOCK_SIZE, index)
     num_correct_drafts = tl.min(first_wrong, axis=0)
     bonus = tl.load(target_tokens + base + num_correct_drafts)
     accept_len = (num_correct_drafts + 1).to(tl.int64)
-    tl.store(out_tokens + base + place, tl.where(place <= num_correct_drafts, target, 0), mask=valid)
+    tl.store(out_tokens + base + index, tl.where(index <= num_correct_drafts, target, 0), mask=valid)
     tl.store(accept_lens + request, accept_len)
     tl.store(bonus_tokens + request, bonus)
     tl.store(new_seq_lens + request, tl.load(seq_lens + request).to(tl.int64) + accept_len)

@@ -11,7 +11,7 @@ from sglang_dflash.ops import bigrams
 _FIRST_FACTOR = tl.constexpr(bigrams.FIRST_FACTOR)
 _SECOND_FACTOR = tl.constexpr(bigrams.SECOND_FACTOR)
 _MIXING_FACTOR = tl.constexpr(bigrams.MIXING_FACTOR)
-_PLACE_SHIFT = tl.constexpr(32 - bigrams.TABLE_BITS)
+_INDEX_SHIFT = tl.constexpr(32 - bigrams.TABLE_BITS)
 _TAG_SHIFT = tl.constexpr(bigrams.TAG_SHIFT)
 TABLE_SIZE = tl.constexpr(bigrams.TABLE_SIZE)
 
@@ -21,14 +21,14 @@ def locate(first, second):
     """Return the int32 index and the tag of a pair; see :func:`sglang_dflash.ops.bigrams.locate`."""
     mixed = first.to(tl.uint32) * _FIRST_FACTOR ^ second.to(tl.uint32) * _SECOND_FACTOR
     hashes = mixed * _MIXING_FACTOR
-    return (hashes >> _PLACE_SHIFT).to(tl.int32), (hashes >> _TAG_SHIFT).to(tl.int16)
+    return (hashes >> _INDEX_SHIFT).to(tl.int32), (hashes >> _TAG_SHIFT).to(tl.int16)
 
 
 @triton.jit
-def _locate_pairs(first_token, tokens, place, is_pair):
-    first = tl.load(tokens + place - 1, mask=is_pair & (place > 0), other=0)
-    second = tl.load(tokens + place, mask=is_pair, other=0)
-    return locate(tl.where(place > 0, first, first_token), second)
+def _locate_pairs(first_token, tokens, index, is_pair):
+    first = tl.load(tokens + index - 1, mask=is_pair & (index > 0), other=0)
+    second = tl.load(tokens + index, mask=is_pair, other=0)
+    return locate(tl.where(index > 0, first, first_token), second)
 
 
 @triton.jit
@@ -47,13 +47,13 @@ def _add_bigrams_kernel(
     num_pairs = tl.where(tl.load(is_chain + request) == 0, tl.load(lens + request), 0)
     first_token = tl.load(first_tokens + request * first_stride)
     tokens += request * WIDTH
-    place = tl.arange(0, PADDED)
-    is_pair = place < num_pairs
-    slot, tag = _locate_pairs(first_token, tokens, place, is_pair)
+    index = tl.arange(0, PADDED)
+    is_pair = index < num_pairs
+    slot, tag = _locate_pairs(first_token, tokens, index, is_pair)
     # Of pairs with the same index the last one is stored, whatever the order in which lanes store.
     later = tl.arange(0, PADDED)[None, :]
     later_slot, _ = _locate_pairs(first_token, tokens, later, later < num_pairs)
-    is_taken = (later_slot == slot[:, None]) & (later > place[:, None]) & (later < num_pairs)
+    is_taken = (later_slot == slot[:, None]) & (later > index[:, None]) & (later < num_pairs)
     is_newest = tl.sum(is_taken.to(tl.int32), axis=1) == 0
     row = tl.load(req_pool_indices + request).to(tl.int64)
     tl.store(tables + row * TABLE_SIZE + slot, tag, mask=is_pair & is_newest)

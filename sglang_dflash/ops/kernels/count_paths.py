@@ -19,27 +19,27 @@ def _count_paths_kernel(
     num_nodes,
     max_len,
     num_candidates,
-    PLACES: tl.constexpr,
+    INDICES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     has_tree = (tl.load(is_chain + request) == 0) & (tl.load(req_pool_indices + request) != 0)
-    place = tl.arange(0, PLACES)
-    is_counted = (place < tl.load(accept_lens + request)) & has_tree
-    node = tl.load(paths + request * max_len + place, mask=is_counted, other=0)
-    tl.atomic_add(counts + node, tl.full((PLACES,), 1, tl.int64), mask=is_counted, sem="relaxed")
+    index = tl.arange(0, INDICES)
+    is_counted = (index < tl.load(accept_lens + request)) & has_tree
+    node = tl.load(paths + request * max_len + index, mask=is_counted, other=0)
+    tl.atomic_add(counts + node, tl.full((INDICES,), 1, tl.int64), mask=is_counted, sem="relaxed")
     if HAS_CANDIDATES:
         # Candidates start at the position after the root.
-        is_draft = is_counted & (place > 0)
+        is_draft = is_counted & (index > 0)
         draft = tl.load(tokens + request * num_nodes + node, mask=is_draft, other=-1)
         rank = tl.arange(0, CANDIDATES)[None, :]
         is_rank = is_draft[:, None] & (rank < num_candidates)
-        position = request * (max_len - 1) + place - 1
+        position = request * (max_len - 1) + index - 1
         candidate = tl.load(candidates + position[:, None] * num_candidates + rank, mask=is_rank, other=-1)
         is_rank &= candidate == draft[:, None]
-        ones = tl.full((PLACES, CANDIDATES), 1, tl.int64)
-        tl.atomic_add(counts + num_nodes + rank + place[:, None] * 0, ones, mask=is_rank, sem="relaxed")
+        ones = tl.full((INDICES, CANDIDATES), 1, tl.int64)
+        tl.atomic_add(counts + num_nodes + rank + index[:, None] * 0, ones, mask=is_rank, sem="relaxed")
 
 
 def count_paths(
@@ -68,7 +68,7 @@ def count_paths(
         num_nodes,
         max_len,
         num_candidates,
-        PLACES=triton.next_power_of_2(max_len),
+        INDICES=triton.next_power_of_2(max_len),
         CANDIDATES=triton.next_power_of_2(num_candidates),
         HAS_CANDIDATES=candidates is not None,
         num_warps=1,

@@ -45,11 +45,11 @@ def _move_kv_kernel(
     # Entries are moved in place. Paths ascend and the i-th node is at least i, so a later node is never read from a
     # slot that an earlier one was written to. The root keeps its slot.
     for start in range(1, accept_len, ROWS):
-        place = start + tl.arange(0, ROWS)
-        node = tl.load(paths + place, mask=place < accept_len, other=0)
-        is_moved = (place < accept_len) & (node != place)
+        index = start + tl.arange(0, ROWS)
+        node = tl.load(paths + index, mask=index < accept_len, other=0)
+        is_moved = (index < accept_len) & (node != index)
         source = tl.load(slots + node, mask=is_moved, other=0)
-        target = tl.load(slots + place, mask=is_moved, other=0)
+        target = tl.load(slots + index, mask=is_moved, other=0)
         if HAS_SLOT_MAP:
             source = tl.load(slot_map + source, mask=is_moved, other=0)
             target = tl.load(slot_map + target, mask=is_moved, other=0)

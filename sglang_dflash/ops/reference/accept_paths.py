@@ -33,10 +33,10 @@ def accept_paths(
     node = torch.zeros(bs, dtype=torch.int64, device=tokens.device)
     goes_on = torch.ones(bs, dtype=torch.bool, device=tokens.device)
     accepted.accept_lens.zero_()
-    for place in range(max_len):
-        paths[:, place] = torch.where(goes_on, node, place)
+    for index in range(max_len):
+        paths[:, index] = torch.where(goes_on, node, index)
         chosen = target_tokens.gather(1, node[:, None])
-        accepted.out_tokens[:, place] = torch.where(goes_on, chosen[:, 0], 0)
+        accepted.out_tokens[:, index] = torch.where(goes_on, chosen[:, 0], 0)
         accepted.bonus_tokens.copy_(torch.where(goes_on, chosen[:, 0], accepted.bonus_tokens))
         accepted.accept_lens.add_(goes_on)
         is_next = (parents == node[:, None]) & (tokens == chosen)

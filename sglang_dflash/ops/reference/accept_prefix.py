@@ -26,9 +26,9 @@ def accept_prefix(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_l
     agrees = block_tokens[:, 1:] == target_tokens[:, :-1]
     num_correct_drafts = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     accepted = Acceptance.empty(bs, block_size, block_tokens.device)
-    places = torch.arange(block_size, device=block_tokens.device)
+    indices = torch.arange(block_size, device=block_tokens.device)
     # An accepted draft token equals the target's token after the one before it.
-    accepted.out_tokens.copy_(target_tokens.masked_fill(places > num_correct_drafts[:, None], 0))
+    accepted.out_tokens.copy_(target_tokens.masked_fill(indices > num_correct_drafts[:, None], 0))
     accepted.accept_lens.copy_(num_correct_drafts + 1)
     accepted.bonus_tokens.copy_(target_tokens.gather(1, num_correct_drafts[:, None]).squeeze(1))
     accepted.new_seq_lens.copy_(seq_lens + accepted.accept_lens)
