@@ -2,7 +2,7 @@
 
     python3 scripts/bench_kernels.py --out scripts/results/kernels_h100
 
-Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Recurrent states have those of Qwen3.5-9B.
+Shapes are those of a decode cycle of Qwen3-8B with its 5-layer drafter. Recurrent layers have those of Qwen3.5-9B.
 Trees have as many nodes as blocks have tokens. Launches are replayed from a CUDA graph. They alternate over up to 64
 inputs, which exceed the L2 cache unless a kernel moves little. Before it is timed, a kernel is compared with its torch
 reference in `sglang_dflash.ops.reference`.
@@ -340,11 +340,7 @@ def attention(lens: torch.Tensor) -> Case:
     for row, begin, end in zip(slots, [0, *ends[:-1]], ends, strict=True):
         row[: end - begin] = torch.arange(begin, end, device=DEVICE)
     slots = torch.randperm(num_slots, device=DEVICE).int()[slots]
-    nodes = torch.arange(BLOCK_SIZE, device=DEVICE)
-    # The root has two chains, whose nodes alternate.
-    distance = nodes[:, None] - nodes
-    is_ancestor = (distance >= 0) & (distance % 2 == 0) | (nodes == 0)
-    ancestors = (is_ancestor.long() << nodes).sum(1).repeat(bs, 1)
+    nodes, ancestors = torch.arange(BLOCK_SIZE, device=DEVICE), two_chains(bs)[1]
     positions = (lens[:, None] + (nodes + 1) // 2).flatten()
     inputs = (query, k_cache, v_cache, slots, torch.arange(bs, device=DEVICE), None, lens, positions, ancestors)
     num_bytes = 2 * query.nbytes + num_slots * (k_cache[0].nbytes + v_cache[0].nbytes + slots.itemsize)
@@ -366,7 +362,21 @@ def verify_block(bs: int, args: argparse.Namespace) -> Case:
     inputs = block_inputs(1, bs)
     kept = tuple(x[0] for x in (inputs.key, inputs.change, inputs.log_decay))
     num_bytes = states[1:].nbytes + qkv.nbytes + value.numel() * 2 + a.nbytes + b.nbytes + sum(x.nbytes for x in kept)
-    return Case((query, key, value, a, b, a_log, dt_bias, states, slots, *kept), num_bytes)
+    _, ancestors = two_chains(bs)
+    return Case((query, key, value, a, b, a_log, dt_bias, states, slots, ancestors, *kept), num_bytes)
+
+
+def convolve_nodes(bs: int, args: argparse.Namespace) -> Case:
+    """One layer."""
+    kept = block_inputs(1, bs).conv[0]
+    channels = kept.shape[2]
+    inputs = torch.randn(bs, BLOCK_SIZE, channels, device=DEVICE).bfloat16()
+    states = torch.randn(bs + 1, channels, CONV_PLACES, device=DEVICE).bfloat16()
+    slots = 1 + torch.randperm(bs, dtype=torch.int32, device=DEVICE)
+    weight = torch.randn(channels, CONV_PLACES + 1, device=DEVICE).bfloat16()
+    parents, _ = two_chains(bs)
+    num_bytes = 3 * inputs.nbytes + states[1:].nbytes + weight.nbytes
+    return Case((inputs, states, slots, parents, weight, None, kept), num_bytes)
 
 
 def commit_state(bs: int, args: argparse.Namespace) -> Case:
@@ -378,18 +388,29 @@ def commit_state(bs: int, args: argparse.Namespace) -> Case:
     current, turn = torch.arange(2 * (bs + 1), dtype=torch.int32, device=DEVICE).view(2, -1)
     slots = StateSlots(current, torch.zeros(bs + 1, 2, dtype=torch.int64, device=DEVICE), turn)
     is_due = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    arguments = (states, inputs, slots, 1 + rows(bs), seq_lens(bs, args), lens, 1 << 20, is_due)
+    # Every second node.
+    paths = torch.arange(0, BLOCK_SIZE, 2, device=DEVICE).repeat(bs, 1)
+    arguments = (states, inputs, slots, 1 + rows(bs), seq_lens(bs, args), lens, 1 << 20, is_due, paths)
     per_token = sum(x[:, 0, 0].nbytes for x in (inputs.key, inputs.change, inputs.log_decay))
     num_bytes = 2 * states.temporal[:, 1:].nbytes + 2 * states.conv[:, 1:].nbytes + int(lens.sum()) * per_token
     return Case(arguments, num_bytes)
 
 
+def two_chains(bs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return parents and ancestors of trees, [bs, N] int64. The root has two chains, whose nodes alternate."""
+    nodes = torch.arange(BLOCK_SIZE, device=DEVICE)
+    distance = nodes[:, None] - nodes
+    is_ancestor = (distance >= 0) & (distance % 2 == 0) | (nodes == 0)
+    ancestors = (is_ancestor.long() << nodes).sum(1).repeat(bs, 1)
+    parents = torch.where(nodes > 2, nodes - 2, torch.where(nodes > 0, 0, -1)).repeat(bs, 1)
+    return parents, ancestors
+
+
 def block_inputs(num_layers: int, bs: int) -> BlockInputs:
     block = (num_layers, bs, BLOCK_SIZE)
     channels = (2 * KEY_HEADS + VALUE_HEADS) * KEY_SIZE
-    conv = torch.randn(num_layers, bs, BLOCK_SIZE + CONV_PLACES - 1, channels, device=DEVICE).bfloat16()
     return BlockInputs(
-        conv=conv.unfold(2, CONV_PLACES, 1),
+        conv=torch.randn(*block, channels, device=DEVICE).bfloat16(),
         key=torch.randn(*block, KEY_HEADS, KEY_SIZE, device=DEVICE).bfloat16(),
         change=torch.randn(*block, VALUE_HEADS, KEY_SIZE, device=DEVICE),
         log_decay=-torch.rand(*block, VALUE_HEADS, device=DEVICE),
@@ -435,6 +456,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     attend_trees,
     attend_short_trees,
     attend_one_long_tree,
+    convolve_nodes,
     verify_block,
     commit_state,
 ]

@@ -122,11 +122,13 @@ HOOKS = [
         until="it reserves what the pool of recurrent states really allocates",
     ),
     Hook(
-        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend._replayssm_fold_target_verify",
-        kind=HookType.REPLACE,
-        function=recurrent_verify.verify_and_keep_inputs,
-        why="its kernel keeps inputs for every slot of the pool, and does not round as decoding does",
-        until="it keeps inputs for running requests only, and rounds as decoding does",
+        target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        kind=HookType.AROUND,
+        function=recurrent_verify.verify_nodes,
+        why="its verification changes states, keeps a state or an input for every slot of the pool, and does not round "
+        "as decoding does",
+        until="it verifies trees without a state per node, keeps inputs for running requests only, and rounds as "
+        "decoding does",
     ),
     Hook(
         target="sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"

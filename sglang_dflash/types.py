@@ -149,21 +149,25 @@ class States:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What Gated DeltaNet layers computed of every token of a verified block, and the states after it are made of.
+    """What Gated DeltaNet layers computed for each of N verified nodes; the states after a path are made of it.
 
-    Row i is that of the i-th request of the batch, B tokens of a block.
+    Row i belongs to the i-th request of the batch.
 
     Attributes:
-        conv: [L, rows, B, C, S], the state of the convolution after every token; may overlap in memory.
-        key: [L, rows, B, H, K], before its norm.
-        change: [L, rows, B, HV, V] float32, what the token puts into the state at its key, by the key's length.
-        log_decay: [L, rows, B, HV] float32, of what was in the state before.
+        conv: [L, rows, N, C], inputs of the convolution.
+        key: [L, rows, N, H, K], before normalization.
+        change: [L, rows, N, HV, V] float32, what the node adds to the state at its key, divided by the key's length.
+        log_decay: [L, rows, N, HV] float32, of the state before the node.
     """
 
     conv: torch.Tensor
     key: torch.Tensor
     change: torch.Tensor
     log_decay: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.conv, self.key, self.change, self.log_decay))
 
 
 @dataclass(frozen=True)

@@ -64,41 +64,25 @@ def causal_conv1d_update_cpu(
     bias: Tensor | None,
     activation: str | None,
     conv_state_indices: Tensor,
-    intermediate_conv_window: Tensor | None = None,
-    intermediate_state_indices: Tensor | None = None,
-    retrieve_next_token: None = None,
-    retrieve_next_sibling: None = None,
-    retrieve_parent_token: None = None,
 ) -> Tensor:
-    """Convolution of sequences of the same length, as `kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update`.
+    """Convolution of one token of each sequence, as
+    `kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update` without drafts.
 
     Args:
-        x: [n, C], a token of each sequence, or [n, C, W].
+        x: [n, C].
         conv_states: [slots, C, S], read and written.
         weight: [C, S + 1].
         bias: [C] or None.
         activation: "silu", "swish" or None.
         conv_state_indices: [n], slots.
-        intermediate_conv_window: [rows, >= W, C, S] or None, the state after every token, written.
-        intermediate_state_indices: [n], indices into its first dimension.
-        retrieve_next_token: of draft trees.
-        retrieve_next_sibling: of draft trees.
-        retrieve_parent_token: of draft trees.
 
     Returns:
-        The shape and layout of x.
+        [n, C].
     """
-    tokens = x if x.dim() == 3 else x[..., None]
-    slots, length = conv_state_indices.long(), conv_states.shape[-1]
-    inputs = torch.cat([conv_states[slots].to(x.dtype), tokens], dim=-1)
-    if intermediate_conv_window is not None:
-        # Windows may overlap in memory, where they hold the same.
-        windows = inputs.unfold(-1, length, 1)[:, :, 1:].permute(0, 2, 1, 3)
-        rows, steps = intermediate_state_indices.long()[:, None], torch.arange(windows.shape[1])
-        intermediate_conv_window[rows, steps] = windows.to(intermediate_conv_window.dtype)
-    conv_states[slots] = inputs[..., -length:].to(conv_states.dtype)
-    # In memory as x is, which SGLang counts on.
-    return torch.empty_like(x).copy_(_convolve(inputs, weight, bias, activation).view_as(x))
+    slots = conv_state_indices.long()
+    inputs = torch.cat([conv_states[slots].to(x.dtype), x[..., None]], dim=-1)
+    conv_states[slots] = inputs[..., 1:].to(conv_states.dtype)
+    return _convolve(inputs, weight, bias, activation)[..., 0]
 
 
 def chunk_gated_delta_rule_cpu(

@@ -9,13 +9,11 @@ Shapes: bs requests, N nodes of each, T = bs * N.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache, KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -157,14 +155,16 @@ class TreeAttentionBackend(NodeAttentionBackend):
         self._runner = target_runner
         self._rows = kv_rows(self.token_to_kv_pool)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Make the target's forwards use this backend inside the `with` block."""
-        original, self._runner.attn_backend = self._runner.attn_backend, self
-        try:
-            yield
-        finally:
-            self._runner.attn_backend = original
+    def of_target(self) -> AttentionBackend:
+        """Return a backend for all layers of the target, for one number of nodes.
+
+        Recurrent layers get a backend of their own: its buffers for graphs have a size. This one has no such buffers.
+        """
+        backend = self._runner.attn_backend
+        if not isinstance(backend, HybridLinearAttnBackend):
+            return self
+        recurrent = type(backend.linear_attn_backend)(self._runner)
+        return HybridLinearAttnBackend(self, recurrent, backend.full_attn_layers)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate nothing: this backend reads tensors of the batch only."""
@@ -205,7 +205,7 @@ def tree_obstacle(target_runner: ModelRunner) -> str | None:
     obstacle = layer_obstacle(target_runner.model)
     if obstacle is not None:
         return f"{obstacle}, which DFLASH does in chains only"
-    pool = target_runner.token_to_kv_pool
+    pool = _attended_pool(target_runner.token_to_kv_pool)
     for part in (pool.full_kv_pool, pool.swa_kv_pool) if isinstance(pool, SWAKVPool) else (pool,):
         obstacle = None if type(part) is MLATokenToKVPool else pool_obstacle(part)
         if obstacle is not None:
@@ -230,6 +230,11 @@ def memory_obstacle(target_runner: ModelRunner, num_nodes: int) -> str | None:
         if obstacle is not None:
             return f"in layer {name} of the target {obstacle}"
     return None
+
+
+def _attended_pool(pool: KVCache) -> KVCache:
+    """Return the pool of the layers with attention; a target with recurrent layers has them in a pool of its own."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
 
 
 def layer_obstacle(target_model: nn.Module) -> str | None:
@@ -266,6 +271,7 @@ def kv_rows(pool: KVCache) -> list[tuple[KVRows, bool]]:
     Returns:
         Rows, and whether they are in slots of the pool of sliding layers.
     """
+    pool = _attended_pool(pool)
     if isinstance(pool, SWAKVPool):
         parts = ((pool.full_kv_pool, False), (pool.swa_kv_pool, True))
         return [(rows, is_sliding) for part, is_sliding in parts for rows, _ in kv_rows(part)]

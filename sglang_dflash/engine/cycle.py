@@ -23,7 +23,8 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.attention.trees import NodeAttentionBackend
+from sglang_dflash.attention.plan import chain_attention, prepare_chains
+from sglang_dflash.attention.trees import ChainAttentionBackend
 from sglang_dflash.draft.context import ContextWriter
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
@@ -80,6 +81,8 @@ class Settled:
     Attributes:
         accepted: of each request.
         hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
+        paths: [bs, W] int64, the nodes of the accepted paths; those of chains are 0 to W - 1. In the memory of a CUDA
+            graph, until its next replay.
         tree_counts: [N + K] int64, added up over all cycles with trees of N nodes, of the requests that had one: how
             many accepted each node of theirs, and how many of the accepted drafts were the first, the second, ...
             candidate of their position; None where nobody asks.
@@ -87,12 +90,13 @@ class Settled:
 
     accepted: Acceptance
     hidden_states: torch.Tensor
+    paths: torch.Tensor
     tree_counts: torch.Tensor | None = None
 
     def take(self, bs: int) -> Settled:
         """Of the first `bs` requests; the decision is a copy that the next replay of the graph cannot overwrite."""
         width = self.accepted.out_tokens.shape[1]
-        return Settled(self.accepted.take(bs), self.hidden_states[: bs * width], self.tree_counts)
+        return Settled(self.accepted.take(bs), self.hidden_states[: bs * width], self.paths[:bs], self.tree_counts)
 
 
 @dataclass(frozen=True)
@@ -142,14 +146,13 @@ class DecodeCycle:
         block_size: B.
         num_rows: of a request that the target verifies, at most.
         verifies_trees: whether these are trees, in memory apart from that of the blocks; else they are the blocks.
-        verify_attention: of the target in graphs; None: its own backend.
         clock: marked at every point of a cycle.
         draft_runner: the drafter's.
         logits: the target's.
     """
 
     verifies_trees = False
-    verify_attention: NodeAttentionBackend | None = None
+    _chain_attention: ChainAttentionBackend | None = None
 
     def __init__(
         self,
@@ -177,11 +180,18 @@ class DecodeCycle:
         self._head = head
         self.logits = VerifyLogits(target_model, get_parallel().tp_group)
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
+        # The path of a chain.
+        self._chain = torch.arange(block_size, device=draft_runner.device)[None]
         self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
 
-    def verify_by(self, attention: NodeAttentionBackend | None) -> None:
-        """Before graphs are captured: `verify_attention`, which is chosen when the target has its own."""
-        self.verify_attention = attention
+    def begin_verification(self, target_runner: ModelRunner) -> None:
+        """Choose the attention of verified rows. Called when the target has its own, and before graphs are captured."""
+        prepare_chains(target_runner.attn_backend)
+        self._chain_attention = chain_attention(target_runner, self.block_size)
+
+    def verify_backend(self) -> AttentionBackend | None:
+        """Return the target's backend for graphs of one number of rows; None: SGLang's own for that number."""
+        return self._chain_attention
 
     @contextmanager
     def verifying_eagerly(self) -> Iterator[None]:
@@ -224,7 +234,9 @@ class DecodeCycle:
             output = forwards.verify(batch)
         settled = self._settle(batch, block, output, self._choose(output, block, in_shards))
         if self._states is not None:
-            self._states.commit(batch.req_pool_indices, batch.seq_lens, settled.accepted.accept_lens, block.is_plain)
+            self._states.commit(
+                batch.req_pool_indices, batch.seq_lens, settled.accepted.accept_lens, settled.paths, block.is_plain
+            )
         self.clock.mark(VERIFIED)
         features, _ = self.split_hidden_states(settled.hidden_states)
         # Rejected tokens never enter the drafter's context.
@@ -296,7 +308,8 @@ class DecodeCycle:
     ) -> Settled:
         """Accept what the target's tokens agree with; `target_tokens`: int64, after every row of the batch."""
         block_tokens = batch.input_ids.view(batch.batch_size, -1)
-        return Settled(self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states)
+        paths = self._chain[:, : block_tokens.shape[1]].expand(batch.batch_size, -1)
+        return Settled(self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states, paths)
 
     def _accept(self, block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
         """Accept a prefix of each block.

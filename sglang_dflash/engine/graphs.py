@@ -164,7 +164,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     @classmethod
     def install(cls, target_runner: ModelRunner, cycle: DecodeCycle) -> None:
         """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
-        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=cycle.verify_attention)
+        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=cycle.verify_backend())
         # SGLang asks the class for this before it makes a runner.
         bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
@@ -176,10 +176,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
     def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
         """Capture the same cycles, of batches from `min_bs` on, with `width` rows of a request."""
-        cycle, attn_backend, draft_backend = self._cycle, self.attn_backend, self.draft_backend
-        if cycle.verify_attention is None:
-            with override_num_draft_tokens(width):
-                attn_backend = self.model_runner._get_attention_backend()
+        cycle, draft_backend = self._cycle, self.draft_backend
+        with override_num_draft_tokens(width):
+            attn_backend = cycle.verify_backend() or self.model_runner._get_attention_backend()
         block_width = min(width, cycle.block_size)
         if block_width > 1:
             with override_num_draft_tokens(block_width):

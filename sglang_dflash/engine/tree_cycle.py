@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import TreeAttentionBackend
@@ -52,17 +54,27 @@ class TreeCycle(DecodeCycle):
         super().__init__(*args)
         self.num_rows, self._num_candidates = num_nodes, num_candidates
         self._bigrams = bigrams
-        self.verify_attention = attention
+        self._attention = attention
         # By the nodes of a tree: see `Settled.tree_counts`. CUDA graphs hold its address.
         self._counts = None
         if counts_accepted:
             shape = (num_nodes + 1, num_nodes + num_candidates)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=self.draft_runner.device)
 
+    def begin_verification(self, target_runner: ModelRunner) -> None:
+        self._target_runner, self._backend = target_runner, self._attention.of_target()
+
+    def verify_backend(self) -> AttentionBackend:
+        return self._attention.of_target()
+
     @contextmanager
     def verifying_eagerly(self) -> Iterator[None]:
-        with self.verify_attention.serving():
+        runner = self._target_runner
+        original, runner.attn_backend = runner.attn_backend, self._backend
+        try:
             yield
+        finally:
+            runner.attn_backend = original
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         width = block.input_ids.shape[0] // batch.batch_size
@@ -104,7 +116,7 @@ class TreeCycle(DecodeCycle):
             block.is_chain,
             batch.seq_lens,
             batch.req_pool_indices,
-            self.verify_attention.req_to_token,
+            self._attention.req_to_token,
             trees,
         )
         if batch.mrope_positions is not None:
@@ -126,7 +138,7 @@ class TreeCycle(DecodeCycle):
             paths.copy_(torch.arange(max_len, device=paths.device))
         # Those of other requests are not decided yet (`overrule`).
         self._bigrams.add(batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
-        self.verify_attention.move_kv(slots, paths, accepted.accept_lens)
+        self._attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
         counts = None
         if self._counts is not None:
@@ -141,7 +153,7 @@ class TreeCycle(DecodeCycle):
                 block.is_chain,
                 batch.req_pool_indices,
             )
-        return Settled(accepted, output.hidden_states[rows.view(-1)], counts)
+        return Settled(accepted, output.hidden_states[rows.view(-1)], paths, counts)
 
     def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> Acceptance:
         accepted = super().overrule(step, index, target_tokens)

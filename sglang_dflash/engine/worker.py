@@ -34,7 +34,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import async_h2d, log_info_on_rank0
 
 from sglang_dflash import cpu_support, ops
-from sglang_dflash.attention.plan import chain_attention, is_planned_from_bounds, prepare_chains
+from sglang_dflash.attention.plan import is_planned_from_bounds
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.bigrams import Bigrams
@@ -160,7 +160,7 @@ class DFlashWorker(BaseSpecWorker):
         step = self._run_cycle(batch, fallback, is_overlapped=on_publish is not None)
         resolved = self._sampler.resolve(batch, fallback, step, self._cycle, grammar_barrier)
         if slots is not None:
-            self._states.commit_copied(slots, seq_lens, step.accepted.accept_lens)
+            self._states.commit_copied(slots, seq_lens, step.accepted.accept_lens, step.settled.paths)
         if on_publish is not None:
             # The scheduler prepares the next cycle.
             on_publish(step.accepted.new_seq_lens)
@@ -412,9 +412,7 @@ class DFlashWorker(BaseSpecWorker):
         with override_num_draft_tokens(self.block_size):
             super().init_attention_backends()
         target_runner = self.target_worker.model_runner
-        if not self._cycle.verifies_trees:
-            prepare_chains(target_runner.attn_backend)
-            self._cycle.verify_by(chain_attention(target_runner, self.block_size))
+        self._cycle.begin_verification(target_runner)
         CycleGraphRunner.install(target_runner, self._cycle)
 
     def init_cuda_graphs(self) -> None:

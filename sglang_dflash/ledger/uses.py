@@ -662,19 +662,23 @@ USES = (
             f"{_MAMBA_POOL}.State",
             f"{_MAMBA_POOL}.mamba_cache",
             f"{_MAMBA_POOL}.mem_usage",
-            f"{_MAMBA_POOL}.replayssm_spec_fold",
-            f"{_MAMBA_POOL}._intermediate_conv_window_phys",
             "sglang.srt.configs.mamba_utils.Mamba2StateShape",
         ),
     ),
     Use(
         "recurrent/verify.py",
-        "relies on what verification reads and writes of them: of the states, only the convolutions'",
+        "relies on how a layer calls its backend, and on where the slots and the inputs of its requests are",
         (
-            f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend.forward_extend",
             f"{_ATTENTION}.linear.gdn_backend.GDNAttnBackend._init_target_verify_qkv_routing",
+            f"{_ATTENTION}.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward_extend",
             f"{_ATTENTION}.hybrid_linear_attn_backend.MambaAttnBackendBase._forward_metadata",
-            f"{_ATTENTION}.linear.utils.select_verify_intermediate_state_indices",
+            "sglang.srt.layers.radix_linear_attention.RadixLinearAttention",
+        ),
+    ),
+    Use(
+        "ops/reference/convolve_nodes.py",
+        "rounds as convolutions of decoding requests do",
+        (
             "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
             "sglang.kernels.ops.mamba.causal_conv1d_triton._causal_conv1d_update_kernel",
         ),

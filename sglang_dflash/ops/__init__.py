@@ -24,6 +24,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.kernels.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.kernels.commit_state import commit_state
+    from sglang_dflash.ops.kernels.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.kernels.count_paths import count_paths
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
@@ -49,6 +50,7 @@ else:
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.reference.commit_state import commit_state
+    from sglang_dflash.ops.reference.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.reference.count_paths import count_paths
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.grow_trees import grow_trees
@@ -75,6 +77,7 @@ __all__ = [
     "attend_trees",
     "begin_bigrams",
     "commit_state",
+    "convolve_nodes",
     "count_paths",
     "gather_window",
     "grow_trees",

@@ -9,7 +9,7 @@ SGLang calls these states mamba states. Only this package knows how SGLang keeps
 
     arguments.py     which server arguments and checkpoints are served
     pool.py          memory: the states' pool, the inputs of verified tokens, and what SGLang reserves for them
-    verify.py        the delta rule of one layer over verified blocks
+    verify.py        the convolution and the delta rule of one layer over verified trees or chains
     state.py         the states of running requests, advanced by what is accepted
     prefix_cache.py  which states SGLang's prefix cache may keep
 """

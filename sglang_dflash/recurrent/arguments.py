@@ -9,7 +9,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.checkpoint.config import MAX_NODES, ConfigError
 
 # Fields of `ServerArgs` and the values that a recurrent target is served with: the dtype and layout of the states, and
 # the kernels that compute them. The flag is the field's name with dashes.
@@ -44,6 +44,12 @@ def check_arguments(server_args: ServerArgs) -> None:
             f"full_attention_interval is missing in config.json of target {path}: SGLang takes from it, not from "
             "layer_types, which layers are recurrent."
         )
+    activation = hybrid_gdn_config(model_config).hidden_act
+    if activation not in ("silu", "swish"):
+        raise ConfigError(
+            f"hidden_act is {activation} in config.json of target {path}: DFLASH verifies Gated DeltaNet layers with "
+            "silu only."
+        )
     for name, allowed in REQUIRED.items():
         for value in (getattr(server_args, name), getattr(cfg, name)):
             if value not in allowed:
@@ -57,6 +63,19 @@ def check_arguments(server_args: ServerArgs) -> None:
         raise ConfigError(
             f"SGLANG_MAMBA_CONV_DTYPE={conv_dtype}: the target {path} is served in {dtype}, and a state that is "
             f"rounded once a block is not the one that is rounded after every token; set it to {dtype}."
+        )
+
+
+def check_num_nodes(num_nodes: int) -> None:
+    """Check how many tokens are verified for a request.
+
+    Raises:
+        ConfigError: they are more than the bits of an int64, which say what a token sees.
+    """
+    if num_nodes > MAX_NODES:
+        raise ConfigError(
+            f"--speculative-dflash-block-size {num_nodes}: of a target with recurrent layers DFLASH verifies at most "
+            f"{MAX_NODES} tokens at a time; set at most {MAX_NODES}."
         )
 
 

@@ -11,7 +11,8 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.recurrent.arguments import check_state_dtype, check_track_interval
-from sglang_dflash.recurrent.pool import VerifiedInputs
+from sglang_dflash.recurrent.pool import inputs_of
+from sglang_dflash.recurrent.verify import Chain
 from sglang_dflash.types import States, StateSlots
 
 
@@ -27,7 +28,9 @@ class RecurrentState:
         cache = pool.mamba_pool.mamba_cache
         self._pool, self._interval = pool, interval
         self._states = States(cache.conv[0], cache.temporal)
-        self._verified = VerifiedInputs.of(pool.mamba_pool)
+        self._inputs = inputs_of(cache)
+        # Before graphs are captured, which hold its address.
+        Chain.on(cache.temporal.device)
         # The pool writes both mappings when a request gets its slots.
         current = pool.req_index_to_mamba_index_mapping
         kept = pool.req_index_to_mamba_ping_pong_track_buffer_mapping if pool.enable_mamba_extra_buffer else None
@@ -53,11 +56,11 @@ class RecurrentState:
     def describe(self) -> dict:
         """Return `recurrent_states` of `/server_info`."""
         pool = self._pool.mamba_pool
-        states, num_rows = self._states, self._verified.inputs.key.shape[1]
+        states, num_rows = self._states, self._inputs.key.shape[1]
         return {
             "slots": pool.size,
             "bytes_per_slot": (states.conv.nbytes + states.temporal.nbytes) // (pool.size + 1),
-            "verify_bytes_per_request": self._verified.nbytes // num_rows,
+            "verify_bytes_per_request": self._inputs.nbytes // num_rows,
             "running_requests": num_rows - 1,
             "track_interval": self._interval if self._pool.enable_mamba_extra_buffer else None,
         }
@@ -83,17 +86,23 @@ class RecurrentState:
         turn[batch.req_pool_indices] = async_h2d(turns, dtype=turn.dtype, device=turn.device)
 
     def commit(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, accept_lens: torch.Tensor, is_due: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        accept_lens: torch.Tensor,
+        paths: torch.Tensor,
+        is_due: torch.Tensor,
     ) -> None:
-        """Advance the states of requests whose blocks have been verified. Call it once for each cycle.
+        """Advance the states of requests whose trees or chains have been verified. Call it once for each cycle.
 
         Args:
             req_pool_indices: [bs] int64.
-            seq_lens: [bs] int64. Committed tokens before the block.
-            accept_lens: [bs] int64. Accepted tokens of the block, with the bonus token.
+            seq_lens: [bs] int64. Committed tokens before the root.
+            accept_lens: [bs] int64. Accepted tokens, with the bonus token.
+            paths: [bs, W] int64. Nodes of the accepted paths; nodes after the accepted ones do not matter.
             is_due: [1] int64. If it holds 0, nothing is done.
         """
-        self._commit(self._slots, req_pool_indices, seq_lens, accept_lens, is_due)
+        self._commit(self._slots, req_pool_indices, seq_lens, accept_lens, paths, is_due)
 
     def copy_slots(self, req_pool_indices: torch.Tensor) -> StateSlots:
         """Copy the slots of requests, [bs], before a cycle is launched, for `commit_copied`.
@@ -105,16 +114,19 @@ class RecurrentState:
         kept = None if slots.kept is None else slots.kept[req_pool_indices]
         return StateSlots(slots.current[req_pool_indices], kept, slots.turn[req_pool_indices])
 
-    def commit_copied(self, slots: StateSlots, seq_lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
+    def commit_copied(
+        self, slots: StateSlots, seq_lens: torch.Tensor, accept_lens: torch.Tensor, paths: torch.Tensor
+    ) -> None:
         """Advance states as `commit` does, after a cycle that has left it to the worker.
 
         Args:
             slots: [bs], see `copy_slots`.
             seq_lens: [bs] int64.
             accept_lens: [bs] int64.
+            paths: [bs, W] int64.
         """
         rows = torch.arange(len(seq_lens), device=seq_lens.device)
-        self._commit(slots, rows, seq_lens, accept_lens, self._always)
+        self._commit(slots, rows, seq_lens, accept_lens, paths, self._always)
 
     def _commit(
         self,
@@ -122,15 +134,17 @@ class RecurrentState:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         accept_lens: torch.Tensor,
+        paths: torch.Tensor,
         is_due: torch.Tensor,
     ) -> None:
         ops.commit_state(
             states=self._states,
-            inputs=self._verified.inputs,
+            inputs=self._inputs,
             slots=slots,
             req_pool_indices=rows,
             seq_lens=seq_lens,
             accept_lens=accept_lens,
             interval=self._interval,
             is_due=is_due,
+            paths=paths,
         )

@@ -195,7 +195,7 @@ def test_states_are_those_of_decoding(accept_len):
     states = States(torch.zeros(1, bs + 1, 8, 3, device=device, dtype=dtype), torch.zeros_like(decoded)[None])
     shape = (1, bs, block_size)
     inputs = BlockInputs(
-        conv=torch.zeros(*shape, 8, 3, device=device, dtype=dtype),
+        conv=torch.zeros(*shape, 8, device=device, dtype=dtype),
         key=torch.zeros(*shape, heads, size, device=device, dtype=dtype),
         change=torch.zeros(*shape, value_heads, size, device=device),
         log_decay=torch.zeros(*shape, value_heads, device=device),
@@ -206,6 +206,8 @@ def test_states_are_those_of_decoding(accept_len):
         torch.zeros(bs + 1, dtype=torch.int32, device=device),
     )
     is_due = torch.ones(1, dtype=torch.int64, device=device)
+    nodes = torch.arange(block_size, device=device)
+    path, ancestors = (x.expand(bs, -1) for x in (nodes, (1 << nodes).cumsum(0)))
     outputs, verified = [], []
     for t in range(0, length - accept_len + 1, accept_len):
         rows = slice(t, t + block_size)
@@ -218,11 +220,12 @@ def test_states_are_those_of_decoding(accept_len):
             dt_bias,
             states.temporal[0],
             slots,
+            ancestors,
             *(x[0] for x in (inputs.key, inputs.change, inputs.log_decay)),
         )
         verified += output[:, :accept_len].unbind(1)
         lens = torch.full((bs,), accept_len, device=device)
-        ops.commit_state(states, inputs, table, slots.long(), torch.full_like(lens, t), lens, 1 << 20, is_due)
+        ops.commit_state(states, inputs, table, slots.long(), torch.full_like(lens, t), lens, 1 << 20, is_due, path)
         for step in range(t, t + accept_len):
             out = torch.empty(bs, 1, value_heads, size, device=device, dtype=dtype)
             fused_recurrent_gated_delta_rule_packed_decode(

@@ -17,6 +17,7 @@ from training.smollm2.decode_attention import triton_decode_attention
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from sglang_dflash.checkpoint.config import MAX_NODES
 from sglang_dflash.ops.kernels import attend_trees as trees
 from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
@@ -74,6 +75,11 @@ def compile_benchmarked(gpu: Gpu) -> None:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
             bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
+    # Recurrent layers with the largest trees.
+    bench_kernels.BLOCK_SIZE = MAX_NODES
+    for make in (bench_kernels.convolve_nodes, bench_kernels.verify_block, bench_kernels.commit_state):
+        case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
+        bench_kernels.twin(make.__name__, "kernels")(*case.arguments)
     if gpu.sm == 90:
         # More rows than two blocks have.
         linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)

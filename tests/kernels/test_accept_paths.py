@@ -1,21 +1,9 @@
 import pytest
 import torch
+from support.random_trees import random_parents
 
 from sglang_dflash.ops.kernels.accept_paths import accept_paths
 from sglang_dflash.ops.reference.accept_paths import accept_paths as reference
-
-
-def random_parents(bs, num_nodes, max_len, device):
-    """Return parents of trees with paths of up to `max_len` nodes. Some nodes are padding."""
-    parents = torch.full((bs, num_nodes), -1)
-    depths = torch.zeros(bs, num_nodes, dtype=torch.int64)
-    for request in range(bs):
-        for node in range(1, num_nodes):
-            parent = int(torch.randint(max(0, node - 3), node, ()))
-            if depths[request, parent] < max_len - 1 and (parent == 0 or parents[request, parent] >= 0):
-                parents[request, node] = parent
-                depths[request, node] = depths[request, parent] + 1
-    return parents.to(device)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +14,7 @@ def random_parents(bs, num_nodes, max_len, device):
 def test_matches_reference(bs, num_nodes, max_len, vocab, device):
     args = (
         torch.randint(0, vocab, (bs, num_nodes), device=device),
-        random_parents(bs, num_nodes, max_len, device),
+        random_parents(bs, num_nodes, max_len).to(device),
         torch.randint(0, vocab, (bs, num_nodes), device=device),
         torch.randint(0, 2**40, (bs,), device=device),
         max_len,

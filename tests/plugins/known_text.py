@@ -2,19 +2,22 @@
 
 `support.plugins` installs it. `KNOWN_TEXT` names a JSON file, which may change while the server runs:
     texts: token lists, each of which continues a request's prompt. Drafts of other requests are wrong.
-    fault: the step that the server leaves out, to show that a test would notice; or null.
+    fault: the step that the server leaves out or does wrong, to show that a test would notice; or null.
     record: folder for the states after every cycle; or null.
-`--speculative-adaptive` sees costs for which a draft length of 4 is best, whatever this machine is doing.
+Trees have random shapes. `--speculative-adaptive` sees costs for which a draft length of 4 is best, whatever this
+machine is doing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from support.random_trees import ancestors_of, paths_to_nodes
 
 VOCAB_SIZE = 1024
 
@@ -60,6 +63,49 @@ class KnownText:
         drafts = torch.where(wrong, (known + 1) % VOCAB_SIZE, known)
         rows[:, 1:] = drafts[:, 1:]
 
+    def plant(self, trees, batch, block) -> None:
+        """Other trees in place of those that were grown: of random shapes, with the known text on one path.
+
+        Requests that have a chain in their tree keep it.
+        """
+        bs, num_nodes = trees.parents.shape
+        width = len(block.input_ids) // bs
+        if num_nodes == 1:
+            return
+        tokens, positions = (rows.view(bs, -1) for rows in (trees.tokens, trees.positions))
+        before = trees.positions.clone()
+        for i, seq_len in enumerate(batch.seq_lens.tolist()):
+            choose = random.Random(seq_len)
+            known = self.table[batch.req_pool_indices[i], seq_len : seq_len + width].tolist()
+            known += [-1] * (width - len(known))
+            if block.is_chain[i]:
+                path, parents = list(range(width)), trees.parents[i].tolist()
+            else:
+                # Of three paths one is wrong in every place; all lengths and all places occur.
+                length = min(1 + seq_len // 3 % width, num_nodes)
+                path = [0, *sorted(choose.sample(range(1, num_nodes), length - 1))]
+                parents = dict(zip(path[1:], path))
+                depths = [0]
+                for node in range(1, num_nodes):
+                    shallow = [other for other in range(node) if depths[other] < width - 1]
+                    parents.setdefault(node, choose.choice(shallow))
+                    depths.append(depths[parents[node]] + 1)
+                parents = [-1, *(parents[node] for node in range(1, num_nodes))]
+            trees.parents[i] = torch.tensor(parents)
+            trees.ancestors[i] = ancestors_of(trees.parents[i : i + 1])[0]
+            to_nodes = paths_to_nodes(trees.parents[i])
+            wrong_place = {0: 1 + seq_len // 9 % (width - 1), 1: width, 2: 0}[seq_len % 3]
+            for node in range(1, num_nodes):
+                if parents[node] < 0:
+                    continue
+                depth = len(to_nodes[node]) - 1
+                is_right = node in path and known[depth] >= 0 and wrong_place not in (0, depth)
+                # No two nodes of the same parent have the same token.
+                tokens[i, node] = known[depth] if is_right else (known[depth] + 1 + node) % VOCAB_SIZE
+                positions[i, node] = seq_len + depth
+        if batch.mrope_positions is not None:
+            batch.mrope_positions += trees.positions - before
+
     def save(self, states, slots: torch.Tensor, reqs: list, lens: torch.Tensor, accept_lens: torch.Tensor) -> None:
         """Save the states of a batch after a cycle. `lens`: tokens of each request."""
         content = {
@@ -77,6 +123,7 @@ def register() -> None:
 
     from sglang_dflash.engine.adaptive.cost import MeasuredCost
     from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.tree_cycle import TreeCycle
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.recurrent.state import RecurrentState
     from sglang_dflash.verify.sampler import FallbackSampler
@@ -85,6 +132,7 @@ def register() -> None:
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
     add_cost, resolve = MeasuredCost._add, FallbackSampler.resolve
     commit, step = RecurrentState._commit, DFlashWorker.forward_batch_generation
+    draft_trees = TreeCycle._draft
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -108,11 +156,19 @@ def register() -> None:
         known.write(rows, batch)
         return rows
 
-    def commit_or_not(states, slots, *args):
+    def overwrite_trees(cycle, batch, block, *args):
+        known.read()
+        rows = draft_trees(cycle, batch, block, *args)
+        known.plant(batch.spec_info.trees, batch, block)
+        return rows
+
+    def commit_or_not(states, slots, rows, seq_lens, accept_lens, paths, is_due):
+        if known.fault == "paths":
+            paths = torch.arange(paths.shape[1], device=paths.device).expand_as(paths)
         if known.fault == "track":
             slots = replace(slots, kept=None)
         if known.fault != "commit":
-            commit(states, slots, *args)
+            commit(states, slots, rows, seq_lens, accept_lens, paths, is_due)
 
     def resolve_late(sampler, batch, fallback, *args):
         # Once a graph has been replayed, the scheduler may give the requests' rows to others.
@@ -138,6 +194,6 @@ def register() -> None:
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
-    MeasuredCost._add = add_known_cost
+    MeasuredCost._add, TreeCycle._draft = add_known_cost, overwrite_trees
     RecurrentState._commit = commit_or_not
     FallbackSampler.resolve = resolve_late

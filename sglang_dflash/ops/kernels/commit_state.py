@@ -1,5 +1,5 @@
-"""The recurrent states of the requests after an accepted prefix of their blocks: one launch for the states of all
-layers, and one for those of their convolutions."""
+"""The recurrent states of the requests after their accepted paths. One launch for the states of all layers, and one for
+the states of their convolutions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ def _plan(
     is_due,
     NUM_KEPT: tl.constexpr,
 ):
-    """Of a request: its slot, the slot in which a state is kept, both 0 for none, the accepted tokens, and after which
-    of them a state is kept, if it is after one of them."""
+    """Return what is written for a request.
+
+    Returns:
+        its slot, 0 for padding; the slot of the state that is kept, 0 for none; the number of accepted tokens; the
+        number of them after which the state is kept.
+    """
     req_pool_index = tl.load(req_pool_indices + request).to(tl.int64)
     slot = tl.where(tl.load(is_due) != 0, tl.load(current + req_pool_index).to(tl.int64), 0)
     seq_len = tl.load(seq_lens + request)
     accept_len = tl.load(accept_lens + request).to(tl.int32)
     boundary = (seq_len + accept_len) // interval
-    kept_step = boundary * interval - seq_len - 1
+    kept_len = (boundary * interval - seq_len).to(tl.int32)
     kept_slot = slot * 0
     if NUM_KEPT > 0:
         place = (tl.load(turn + req_pool_index) + boundary) % NUM_KEPT
         kept_slot = tl.load(kept + req_pool_index * NUM_KEPT + place).to(tl.int64)
-    kept_slot = tl.where(kept_step >= 0, kept_slot, 0)
-    return slot, kept_slot, accept_len, kept_step
+    kept_slot = tl.where(kept_len > 0, kept_slot, 0)
+    return slot, kept_slot, accept_len, kept_len
 
 
 @triton.jit
@@ -68,6 +72,8 @@ def _commit_temporal_kernel(
     accept_lens,
     interval,
     is_due,
+    paths,
+    paths_stride,
     NUM_KEPT: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -83,7 +89,7 @@ def _commit_temporal_kernel(
     head = tl.program_id(0) // (V_TILES * K_TILES)
     layer = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
-    slot, kept_slot, accept_len, kept_step = _plan(
+    slot, kept_slot, accept_len, kept_len = _plan(
         request, current, kept, turn, req_pool_indices, seq_lens, accept_lens, interval, is_due, NUM_KEPT
     )
     if slot == 0:
@@ -97,18 +103,32 @@ def _commit_temporal_kernel(
     state = tl.load(states + slot * state_stride, mask=is_state, other=0.0)
     token = tl.arange(0, W)
     is_token = token < accept_len
+    node = tl.load(paths + request * paths_stride + token, mask=is_token, other=0)
     key += layer * key_layer_stride + request * key_stride
-    key += (token[:, None] * H + head // (HV // H)) * K + column[None, :]
-    change += layer * change_layer_stride + request * change_stride + (token[:, None] * HV + head) * V + row[None, :]
-    log_decay += layer * log_decay_layer_stride + request * log_decay_stride + token * HV + head
-    block_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0)
-    block_change = tl.load(change, mask=is_token[:, None] & is_row[None, :], other=0.0)
-    block_log_decay = tl.load(log_decay, mask=is_token, other=0.0)
+    key += (node[:, None] * H + head // (HV // H)) * K + column[None, :]
+    change += layer * change_layer_stride + request * change_stride + (node[:, None] * HV + head) * V + row[None, :]
+    log_decay += layer * log_decay_layer_stride + request * log_decay_stride + node * HV + head
+    path_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0)
+    path_change = tl.load(change, mask=is_token[:, None] & is_row[None, :], other=0.0)
+    path_log_decay = tl.load(log_decay, mask=is_token, other=0.0)
     if kept_slot > 0:
-        at_boundary = advance(state, block_key, block_change, block_log_decay, kept_step + 1, W, PRECISION)
+        at_boundary = advance(state, path_key, path_change, path_log_decay, kept_len, W, PRECISION)
         tl.store(states + kept_slot * state_stride, at_boundary, mask=is_state)
-    last = advance(state, block_key, block_change, block_log_decay, accept_len, W, PRECISION)
+    last = advance(state, path_key, path_change, path_log_decay, accept_len, W, PRECISION)
     tl.store(states + slot * state_stride, last, mask=is_state)
+
+
+@triton.jit
+def _last_inputs(inputs, node_stride, paths, states, num_tokens, place, is_place, is_channel, PLACES: tl.constexpr):
+    """Load the state of a convolution after `num_tokens` tokens of a path: the inputs of the last of them, and before
+    these the last places of the state before the path."""
+    source = num_tokens - PLACES + place
+    node = tl.load(paths + source, mask=is_place & (source >= 0), other=0)
+    is_on_path = (is_place & (source >= 0))[:, None] & is_channel[None, :]
+    is_before = (is_place & (source < 0))[:, None] & is_channel[None, :]
+    on_path = tl.load(inputs + node[:, None] * node_stride, mask=is_on_path)
+    before = tl.load(states + (PLACES + source)[:, None], mask=is_before)
+    return tl.where(is_on_path, on_path, before)
 
 
 @triton.jit
@@ -119,9 +139,7 @@ def _commit_conv_kernel(
     inputs,
     input_layer_stride,
     input_stride,
-    input_token_stride,
-    input_channel_stride,
-    input_place_stride,
+    input_node_stride,
     current,
     kept,
     turn,
@@ -130,29 +148,39 @@ def _commit_conv_kernel(
     accept_lens,
     interval,
     is_due,
+    paths,
+    paths_stride,
     num_channels,
     NUM_KEPT: tl.constexpr,
     PLACES: tl.constexpr,
+    PADDED_PLACES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     layer = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
-    slot, kept_slot, accept_len, kept_step = _plan(
+    slot, kept_slot, accept_len, kept_len = _plan(
         request, current, kept, turn, req_pool_indices, seq_lens, accept_lens, interval, is_due, NUM_KEPT
     )
     if slot == 0:
         return
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
-    states += layer * state_layer_stride + channel * PLACES
-    inputs += layer * input_layer_stride + request * input_stride + channel * input_channel_stride
-    for place in tl.static_range(PLACES):
-        of_place = inputs + place * input_place_stride
-        last = tl.load(of_place + (accept_len - 1) * input_token_stride, mask=is_channel)
-        tl.store(states + slot * state_stride + place, last, mask=is_channel)
-        if kept_slot > 0:
-            at_boundary = tl.load(of_place + kept_step * input_token_stride, mask=is_channel)
-            tl.store(states + kept_slot * state_stride + place, at_boundary, mask=is_channel)
+    place = tl.arange(0, PADDED_PLACES)
+    is_place = place < PLACES
+    states += layer * state_layer_stride + channel[None, :] * PLACES
+    inputs += layer * input_layer_stride + request * input_stride + channel[None, :]
+    paths += request * paths_stride
+    before = states + slot * state_stride
+    last = _last_inputs(inputs, input_node_stride, paths, before, accept_len, place, is_place, is_channel, PLACES)
+    is_state = is_place[:, None] & is_channel[None, :]
+    if kept_slot > 0:
+        at_boundary = _last_inputs(
+            inputs, input_node_stride, paths, before, kept_len, place, is_place, is_channel, PLACES
+        )
+        tl.store(states + kept_slot * state_stride + place[:, None], at_boundary, mask=is_state)
+    # The state is written in place: until all threads have read it.
+    tl.debug_barrier()
+    tl.store(before + place[:, None], last, mask=is_state)
 
 
 def commit_state(
@@ -164,6 +192,7 @@ def commit_state(
     accept_lens: torch.Tensor,
     interval: int,
     is_due: torch.Tensor,
+    paths: torch.Tensor,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.commit_state.commit_state`."""
     bs = seq_lens.shape[0]
@@ -172,7 +201,8 @@ def commit_state(
     num_layers, _, num_value_heads, value_size, key_size = states.temporal.shape
     num_key_heads = inputs.key.shape[3]
     num_channels, places = states.conv.shape[2:]
-    # Where none is kept, nothing is read.
+    assert paths.stride(1) == inputs.conv.stride(3) == 1
+    # Not read where no state is kept.
     kept = slots.current if slots.kept is None else slots.kept
     plan = (
         slots.current,
@@ -183,6 +213,8 @@ def commit_state(
         accept_lens,
         interval,
         is_due,
+        paths,
+        paths.stride(0),
     )
     num_kept = 0 if slots.kept is None else slots.kept.shape[1]
     value_tiles, key_tiles = triton.cdiv(value_size, _ROWS), triton.cdiv(key_size, _COLUMNS)
@@ -201,7 +233,7 @@ def commit_state(
         HV=num_value_heads,
         K=key_size,
         V=value_size,
-        W=max(MIN_SIZE, triton.next_power_of_2(inputs.key.shape[2])),
+        W=max(MIN_SIZE, triton.next_power_of_2(paths.shape[1])),
         V_TILES=value_tiles,
         K_TILES=key_tiles,
         ROWS=_ROWS,
@@ -213,11 +245,12 @@ def commit_state(
         states.conv,
         *states.conv.stride()[:2],
         inputs.conv,
-        *inputs.conv.stride(),
+        *inputs.conv.stride()[:3],
         *plan,
         num_channels,
         NUM_KEPT=num_kept,
         PLACES=places,
+        PADDED_PLACES=triton.next_power_of_2(places),
         CHANNELS=_CHANNELS,
         num_warps=4,
     )

@@ -1,14 +1,16 @@
 """The gated delta rule of Gated DeltaNet layers, for every kernel that advances a state or reads it.
 
-See :mod:`sglang_dflash.ops.reference.delta_rule`. All W tokens of a block at once: with S the state before it,
-decay(i) the product of the decays of tokens 0 to i, decay(i, j) that of tokens j + 1 to i, and keys and queries of
-length 1, what token i puts into the state at its key, and what it reads, are
+See :mod:`sglang_dflash.ops.reference.delta_rule`. All W nodes of a tree are computed at once. A chain is a tree in
+which node i sees nodes 0 to i. Let S be the state before the tree. A node's ancestors are the nodes on its path before
+it. decay(i) is the product of the decays of node i and its ancestors. decay(i, j) is the product of the decays on the
+path after node j, up to and including node i. Keys and queries have length 1. Then u_i, what node i adds to the state
+at its key, and o_i, what it reads, are
 
-    u_i = beta_i (v_i - decay(i) S k_i - sum over j < i of decay(i, j) (k_i k_j) u_j)
-    o_i = decay(i) S q_i + sum over j <= i of decay(i, j) (q_i k_j) u_j
+    u_i = beta_i (v_i - decay(i) S k_i - sum over the ancestors j of decay(i, j) (k_i k_j) u_j)
+    o_i = decay(i) S q_i + sum over i and its ancestors j of decay(i, j) (q_i k_j) u_j
 
-and the state after it is decay(i) S + sum over j <= i of decay(i, j) u_j k_j^T. Source: the WY form of Gated Delta
-Networks (Yang et al., arXiv 2412.06464, section 3.3), here without the state after the block.
+The state after node i is decay(i) S + sum over i and its ancestors j of decay(i, j) u_j k_j^T. Source: the WY form of
+Gated Delta Networks (Yang et al., arXiv 2412.06464, section 3.3), here for trees and without a state per node.
 """
 
 from __future__ import annotations
@@ -50,14 +52,26 @@ def add_product(total, x, state, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def decays(log_decay, W: tl.constexpr):
-    """[W, W], decay(i, j) for j <= i and else 0; log_decay: [W].
+def decays(log_decay, sees, W: tl.constexpr, PRECISION: tl.constexpr):
+    """The decays along paths.
 
-    Summed from each token on: differences of sums from the first token would lose what is small beside these.
+    Exponents are sums along paths, computed as a product of matrices. The product is exactly 0 for a pair that is not
+    on one path, so no exponent is positive. Differences of sums from the root would lose small terms, and off the path
+    they are positive without bound.
+
+    Args:
+        log_decay: [W] float32, at most 0.
+        sees: [W, W] bool. Whether node i sees node j: j is i or one of its ancestors.
+
+    Returns:
+        [W, W] float32: decay(i, j) where node i sees node j, else 0.
+        [W] float32: decay(i).
     """
     i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
-    between = tl.cumsum(tl.where(i > j, log_decay[:, None], 0.0), axis=0)
-    return tl.where(i >= j, tl.exp(between), 0.0)
+    below = tl.where(sees & (i != j), log_decay[:, None], 0.0)
+    between = tl.dot(tl.where(sees, 1.0, 0.0), below, input_precision=PRECISION)
+    from_before = tl.exp(tl.sum(tl.where(sees, log_decay[None, :], 0.0), axis=1))
+    return tl.where(sees, tl.exp(between), 0.0), from_before
 
 
 @triton.jit
@@ -79,8 +93,12 @@ def invert(lower, W: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def advance(state, key, change, log_decay, num_tokens, W: tl.constexpr, PRECISION: tl.constexpr):
-    """The state [V, K], or a part of it, after that many of W tokens; key, change, log_decay: of `BlockInputs`, [W, K],
-    [W, V], [W]."""
+    """Return the state after the first `num_tokens` of W tokens of one path.
+
+    Args:
+        state: [V, K] float32, or a tile of it. The state before the tokens.
+        key, change, log_decay: [W, K], [W, V], [W], rows of :class:`sglang_dflash.types.BlockInputs`.
+    """
     i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
     is_token = tl.arange(0, W) < num_tokens
     log_decay = tl.where(is_token, log_decay, 0.0)

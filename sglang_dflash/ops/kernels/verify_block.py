@@ -1,4 +1,4 @@
-"""A verified block through the gated delta rule: states are read once, and stay as they are."""
+"""The gated delta rule over verified trees or chains. States are read once and not written."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def _verify_block_kernel(
     states,
     state_stride,
     slots,
+    ancestors,
+    ancestors_stride,
     key_out,
     change_out,
     log_decay_out,
@@ -71,6 +73,7 @@ def _verify_block_kernel(
     is_token = token < width
     is_value = is_token[:, None] & is_row[None, :]
     slot = tl.load(slots + request).to(tl.int64)
+    bits = tl.load(ancestors + request * ancestors_stride + token, mask=is_token, other=0)
     head_a_log = tl.load(a_log + head)
     head_dt_bias = tl.load(dt_bias + head)
     states += slot * state_stride + head * V * K + row[:, None] * K
@@ -112,13 +115,13 @@ def _verify_block_kernel(
         read = add_product(read, some_query, state, IS_SHORT, PRECISION)
 
     log_decay, beta = gates(head_a_log, block_a, head_dt_bias, block_b)
-    # Tokens behind the block put nothing into the state.
+    # Padded rows see themselves only, and add nothing to the state.
+    sees = (((bits[:, None] >> token[None, :]) & 1) != 0) | (token[:, None] == token[None, :])
     log_decay, beta = tl.where(is_token, log_decay, 0.0), tl.where(is_token, beta, 0.0)
     if tl.program_id(0) == 0:
         tl.store(log_decay_out, log_decay, mask=is_token)
     key_factor, query_factor = inverse_length(key_squares), inverse_length(query_squares) * scale
-    decay = decays(log_decay, W)
-    from_before = tl.exp(tl.cumsum(log_decay, axis=0))
+    decay, from_before = decays(log_decay, sees, W, PRECISION)
     lower = of_keys * decay * (beta * key_factor)[:, None] * key_factor[None, :]
     lower = tl.where(token[:, None] > token[None, :], lower, 0.0)
     change = (block_value - found * (from_before * key_factor)[:, None]) * beta[:, None]
@@ -140,6 +143,7 @@ def verify_block(
     dt_bias: torch.Tensor,
     states: torch.Tensor,
     slots: torch.Tensor,
+    ancestors: torch.Tensor,
     key_out: torch.Tensor,
     change_out: torch.Tensor,
     log_decay_out: torch.Tensor,
@@ -148,10 +152,10 @@ def verify_block(
     n, width, num_key_heads, key_size = key.shape
     num_value_heads, value_size = value.shape[2:]
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    # Else a kernel would write behind them.
+    # Else the kernel would write past their ends.
     assert n <= key_out.shape[0] and width <= key_out.shape[1]
     assert query.stride()[2:] == key.stride()[2:] == (key_size, 1) and value.stride()[2:] == (value_size, 1)
-    assert a.stride(2) == b.stride(2) == 1
+    assert a.stride(2) == b.stride(2) == 1 and ancestors.stride(1) == 1
     padded_width = max(MIN_SIZE, triton.next_power_of_2(width))
     _verify_block_kernel[(triton.cdiv(value_size, _ROWS), n, num_value_heads)](
         query,
@@ -169,6 +173,8 @@ def verify_block(
         states,
         states.stride(0),
         slots,
+        ancestors,
+        ancestors.stride(0),
         key_out,
         change_out,
         log_decay_out,

@@ -1,4 +1,4 @@
-"""The recurrent states of the requests after an accepted prefix of their blocks, in torch."""
+"""The recurrent states of the requests after their accepted paths, in torch."""
 
 from __future__ import annotations
 
@@ -17,42 +17,49 @@ def commit_state(
     accept_lens: torch.Tensor,
     interval: int,
     is_due: torch.Tensor,
+    paths: torch.Tensor,
 ) -> None:
-    """Advance the states by the accepted tokens, and keep a copy of those after a multiple of `interval` tokens.
+    """Advance the states by the accepted tokens, and keep a copy of the states after a multiple of `interval` tokens.
 
-    The states are read where they are written: it cannot be done twice for a block.
+    The states are read and written in place, so this is done once for each verification.
 
     Args:
-        states: written; `conv` is not read, as verification leaves in it what it was not given to keep.
-        inputs: of the block.
-        slots: of the requests; those in slot 0 are left alone, and nothing is kept in slot 0.
+        states: states before the root, written. After the call, states after the last accepted token.
+        inputs: of the verified nodes.
+        slots: of the requests. Requests in slot 0 are skipped, and nothing is kept in slot 0.
         req_pool_indices: [bs] int64, rows of `slots`.
-        seq_lens: [bs] int64, tokens before the block.
+        seq_lens: [bs] int64, tokens before the root.
         accept_lens: [bs] int64, at least 1.
-        interval: at least the tokens of a block.
-        is_due: [1] int64; with 0 nothing is done.
+        interval: tokens between two states that are kept. Not less than the largest accepted length.
+        is_due: [1] int64. With 0 nothing is done.
+        paths: [bs, W] int64, the nodes of the accepted paths; W is not less than any accepted length. Nodes after the
+            accepted ones do not matter. Requests with the same path may share memory (stride 0).
     """
     if not is_due:
         return
     current = slots.current[req_pool_indices].long()
     rows = (current > 0).nonzero().flatten()
     current, req_pool_indices = current[rows], req_pool_indices[rows]
-    seq_lens, accept_lens = seq_lens[rows], accept_lens[rows]
+    seq_lens, accept_lens, paths = seq_lens[rows], accept_lens[rows], paths[rows]
     temporal = states.temporal[:, current]
-    num_value_heads = temporal.shape[2]
+    num_value_heads, num_places = temporal.shape[2], states.conv.shape[3]
+    # From `conv[:, :, t]` on, the last inputs after t tokens: [L, n, S + W, C].
+    on_paths = inputs.conv[:, rows[:, None], paths]
+    conv = torch.cat([states.conv[:, current].transpose(2, 3), on_paths], dim=2)
     if slots.kept is None:
         kept = torch.zeros_like(current)
     else:
         turn = slots.turn[req_pool_indices] + (seq_lens + accept_lens) // interval
         kept = slots.kept[req_pool_indices, turn % slots.kept.shape[1]]
-    # The token after which a copy is kept; none, if it is not among the accepted ones.
-    kept_steps = (seq_lens + accept_lens) // interval * interval - seq_lens - 1
+    # The number of tokens after which a copy is kept. None is kept if it is not between 1 and the accepted length.
+    kept_lens = (seq_lens + accept_lens) // interval * interval - seq_lens
     for step in range(int(accept_lens.max()) if len(rows) else 0):
-        key = delta_rule.for_value_heads(inputs.key[:, rows, step].float(), num_value_heads, dim=-2)
-        updated = delta_rule.put(temporal, key, inputs.change[:, rows, step], inputs.log_decay[:, rows, step])
+        node = paths[:, step]
+        key = delta_rule.for_value_heads(inputs.key[:, rows, node].float(), num_value_heads, dim=-2)
+        updated = delta_rule.put(temporal, key, inputs.change[:, rows, node], inputs.log_decay[:, rows, node])
         temporal = torch.where((accept_lens > step)[:, None, None, None], updated, temporal)
-        kept_now = ((kept_steps == step) & (kept > 0)).nonzero().flatten()
-        states.temporal[:, kept[kept_now]] = temporal[:, kept_now]
-        states.conv[:, kept[kept_now]] = inputs.conv[:, rows[kept_now], step]
-    states.temporal[:, current] = temporal
-    states.conv[:, current] = inputs.conv[:, rows, accept_lens - 1]
+        last_inputs = conv[:, :, step + 1 : step + 1 + num_places].transpose(2, 3)
+        for lens, into in ((accept_lens, current), (kept_lens, kept)):
+            now = ((lens == step + 1) & (into > 0)).nonzero().flatten()
+            states.temporal[:, into[now]] = temporal[:, now]
+            states.conv[:, into[now]] = last_inputs[:, now]
