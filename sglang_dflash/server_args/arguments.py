@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.server_args import ServerArgs
@@ -18,6 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash import hooks
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, resolve_block_size, resolve_tree
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
+from sglang_dflash.recurrent.arguments import check_num_nodes
 from sglang_dflash.server_args import backends, pair, refusals, trees
 
 logger = logging.getLogger(__name__)
@@ -120,18 +121,10 @@ def _resolve_sizes(server_args: ServerArgs, drafter: DFlashConfig, target: Targe
     sizes = (drafter.block_size, cfg.speculative_dflash_block_size, cfg.speculative_num_draft_tokens)
     if trees.asks_for_trees(server_args):
         block_size, num_rows = resolve_tree(*sizes)
-        reason = trees.chains_by_target(model_config_of(server_args))
-        if reason is not None:
-            num_rows = min(num_rows, block_size)
-            logger.info(
-                "--speculative-eagle-topk %s changes nothing for %s: %s, so DFLASH verifies chains of %d tokens.",
-                server_args.speculative_eagle_topk,
-                target.architecture,
-                reason,
-                num_rows,
-            )
     else:
         block_size = num_rows = resolve_block_size(*sizes)
+    if target.is_recurrent:
+        check_num_nodes(num_rows)
     if block_size < drafter.block_size:
         logger.info("DFLASH serves blocks of %d; the drafter was trained with %d.", block_size, drafter.block_size)
     return block_size, num_rows

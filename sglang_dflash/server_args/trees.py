@@ -34,26 +34,17 @@ def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
 
     Without `--speculative-eagle-topk` a GPU verifies trees with as many nodes as a block has tokens.
     """
-    if chains_by_target(target) is not None:
-        return 1
     if server_args.speculative_eagle_topk is not None:
         return server_args.speculative_eagle_topk
-    has_trees = device_type(server_args) in TREE_DEVICES and chains_by_flags(server_args) is None
+    has_trees = device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args, target) is None
     return DEFAULT_CANDIDATES if has_trees else 1
 
 
-def chains_by_target(target: ModelConfig) -> str | None:
-    """Return why this target verifies chains whatever flags say; None: it can verify trees.
+def default_tree_obstacle(server_args: ServerArgs, target: ModelConfig) -> str | None:
+    """Return why a server without `--speculative-eagle-topk` verifies chains; None: nothing is against trees.
 
-    Every decision that depends on recurrent layers having no trees asks this function.
+    This is the only place that decides against trees for a target with recurrent layers.
     """
-    if mambaish_config(target) is not None:
-        return "recurrent states follow one path"
-    return None
-
-
-def chains_by_flags(server_args: ServerArgs) -> str | None:
-    """Return why a server without `--speculative-eagle-topk` verifies chains; None: no flag is against trees."""
     cfg = resolving_view(server_args)
     num_nodes = cfg.speculative_num_draft_tokens
     if cfg.rl_on_policy_target is not None:
@@ -62,6 +53,11 @@ def chains_by_flags(server_args: ServerArgs) -> str | None:
         return "a tree's results depend on its batch, which --enable-deterministic-inference excludes"
     if not MIN_NODES <= num_nodes <= MAX_NODES:
         return f"blocks of {num_nodes} tokens are no trees, which have {MIN_NODES} to {MAX_NODES} nodes"
+    if mambaish_config(target) is not None:
+        return (
+            "accepted paths of targets with recurrent layers have not run in a served CUDA graph; "
+            f"--speculative-eagle-topk {DEFAULT_CANDIDATES} verifies trees"
+        )
     return None
 
 
@@ -70,4 +66,4 @@ def reason_for_chains(server_args: ServerArgs) -> str | None:
     trees, or `--speculative-eagle-topk` is given."""
     if server_args.speculative_eagle_topk is not None or device_type(server_args) not in TREE_DEVICES:
         return None
-    return chains_by_target(model_config_of(server_args)) or chains_by_flags(server_args)
+    return default_tree_obstacle(server_args, model_config_of(server_args))

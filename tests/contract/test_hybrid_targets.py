@@ -6,8 +6,11 @@ import json
 import logging
 
 import pytest
-from resolving import refusal, resolve
+from resolving import asked, refusal, resolve
+from sglang.srt.configs.model_config import ModelConfig
 from support import hybrid
+
+from sglang_dflash.server_args import trees
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +40,33 @@ def test_targets_that_are_served(checkpoints, arguments, architecture):
     assert resolved.mamba_radix_cache_strategy == "extra_buffer" and not resolved.disable_overlap_schedule
 
 
-@pytest.mark.parametrize(("num_nodes", "num_rows"), [(None, 16), (8, 8), (32, 16)])
-def test_trees_are_chains(arguments, num_nodes, num_rows, caplog):
-    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
-        resolved = resolve(speculative_eagle_topk=8, speculative_num_draft_tokens=num_nodes, **arguments)
+@pytest.mark.parametrize(("num_nodes", "block_size"), [(None, 16), (8, 8), (32, 16), (64, 16)])
+def test_trees(arguments, num_nodes, block_size):
+    resolved = resolve(speculative_eagle_topk=8, speculative_num_draft_tokens=num_nodes, **arguments)
 
-    assert resolved.speculative_dflash_block_size == resolved.speculative_num_draft_tokens == num_rows
-    [line] = [record.getMessage() for record in caplog.records if "eagle-topk" in record.getMessage()]
-    assert line.startswith("--speculative-eagle-topk 8 changes nothing for Qwen3_5ForCausalLM: ")
-    assert line.endswith(f"chains of {num_rows} tokens.")
+    sizes = (resolved.speculative_dflash_block_size, resolved.speculative_num_draft_tokens)
+    assert sizes == (block_size, num_nodes or 16)
+
+
+@pytest.mark.parametrize(("topk", "num_candidates"), [(None, 1), (1, 1), (8, 8)])
+def test_chains_are_the_default(arguments, monkeypatch, caplog, topk, num_candidates):
+    """On a GPU too, where other targets have trees; the log says why."""
+    monkeypatch.setattr("sglang_dflash.server_args.trees.TREE_DEVICES", ("cuda", "cpu"))
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
+        server_args = asked(speculative_eagle_topk=topk, **arguments)
+
+    assert trees.num_candidates(server_args, ModelConfig(arguments["model_path"], dtype="float32")) == num_candidates
+    lines = [record.getMessage() for record in caplog.records if "in chains" in record.getMessage()]
+    assert len(lines) == (topk is None)
+    if lines:
+        assert lines[0].startswith("Drafts are verified in chains, not in trees: accepted paths of targets with ")
+        assert lines[0].endswith("; --speculative-eagle-topk 8 verifies trees.")
+
+
+def test_more_tokens_than_an_int64_has_bits(arguments, tmp_path):
+    drafter = str(hybrid.write_drafter(tmp_path / "drafter", block_size=80))
+    message = refusal(**arguments | {"speculative_draft_model_path": drafter})
+    assert message.startswith("--speculative-dflash-block-size 80: ") and "at most 64" in message
 
 
 @pytest.mark.parametrize(
@@ -82,6 +103,15 @@ def test_no_buffer_under_overlap_scheduling(checkpoints, arguments, architecture
     with pytest.raises(AssertionError, match="no_buffer"):
         resolve(**arguments | no_buffer)
     assert resolve(**arguments | no_buffer, disable_overlap_schedule=True)
+
+
+def test_another_activation(tmp_path, arguments, checkpoints):
+    config = json.loads((checkpoints / "Qwen3_5ForCausalLM" / "config.json").read_text())
+    hybrid.write_config(tmp_path / "target", "Qwen3_5ForCausalLM", config | {"hidden_act": "gelu"})
+
+    message = refusal(**arguments | {"model_path": str(tmp_path / "target")})
+
+    assert message.startswith("hidden_act is gelu in config.json of target ")
 
 
 def test_another_recurrent_target(tmp_path, arguments, checkpoints):

@@ -18,6 +18,12 @@ ON_CPU = not torch.cuda.is_available()
 # Tokens between two states of a decoding request that the prefix cache keeps.
 INTERVAL = 64
 CHUNKS = ("chunked-prefill-size", 64)
+
+
+def trees(num_nodes: int) -> tuple:
+    return ("speculative-eagle-topk", 8), ("speculative-num-draft-tokens", num_nodes)
+
+
 # Name, target, flags of every server, and of the server with DFLASH.
 LAYOUTS = [
     # Some batches are replayed with padding, and larger ones are not replayed.
@@ -38,6 +44,24 @@ LAYOUTS = [
         "Qwen3_5MoeForConditionalGeneration",
         (CHUNKS, ("mamba-radix-cache-strategy", "no_buffer"), SYNC),
         (("speculative-adaptive", True),),
+    ),
+    (
+        "trees-graphs",
+        "Qwen3_5ForConditionalGeneration",
+        (CHUNKS, ("cuda-graph-max-bs-decode", 4), ("cuda-graph-bs-decode", (1, 2, 4))),
+        (("mamba-track-interval", INTERVAL), *trees(24)),
+    ),
+    (
+        "trees-page64",
+        "Qwen3NextForCausalLM",
+        (("page-size", 64), ("mamba-track-interval", INTERVAL)),
+        trees(16),
+    ),
+    (
+        "trees-no-buffer",
+        "Qwen3_5ForCausalLM",
+        (CHUNKS, ("mamba-radix-cache-strategy", "no_buffer"), SYNC),
+        (("speculative-adaptive", True), *trees(32)),
     ),
 ]
 LENGTH = 200
@@ -103,7 +127,7 @@ def texts(known):
 @pytest.fixture(scope="module")
 def server(layout, keeper, known, env):
     name, _, flags, dflash_flags = layout
-    plugins = ["known_text", *(["eager_graphs"] if name == "graphs" and ON_CPU else [])]
+    plugins = ["known_text", *(["eager_graphs"] if name.endswith("graphs") and ON_CPU else [])]
     settings = Settings(
         f"hybrid-{name}",
         flags=(*flags, ("model-path", str(known.target)), ("max-mamba-cache-size", SLOTS)),
@@ -147,9 +171,9 @@ def assert_greedy(known, prompt, answer):
 def test_concurrent_requests(server, texts):
     described = server.internal_state()["sglang_dflash"]["recurrent_states"]
     assert described["slots"] == SLOTS and described["running_requests"] == 16
-    # Less than the states of a whole block.
-    block_size = server.settings.block_size
-    assert described["verify_bytes_per_request"] < 0.2 * block_size * described["bytes_per_slot"]
+    # Less than the states of all verified tokens.
+    num_rows = server.settings.num_rows
+    assert described["verify_bytes_per_request"] < 0.2 * num_rows * described["bytes_per_slot"]
 
     answers = server.generate_concurrently(
         [ask(text, length, LENGTH - 7 * i) for i, (length, text) in enumerate(texts.items())]
@@ -221,8 +245,14 @@ def test_continued_texts(server, texts, known):
 
 @pytest.mark.cpu(reason="a CUDA graph has been recorded with nothing left out")
 def test_what_is_left_out_shows(server, texts, known):
-    """The tests here notice states that are never advanced or never kept."""
-    for fault in ("commit", "track") if keeps_states(server) else ("commit",):
+    """The tests here notice states that are never advanced, never kept, or advanced by other nodes."""
+    faults = ["commit"]
+    if keeps_states(server):
+        faults.append("track")
+    if server.settings.num_nodes is not None:
+        # The nodes of a chain in place of those of the accepted path.
+        faults.append("paths")
+    for fault in faults:
         right, _ = continued(server, texts, known, (129,), fault)
         assert not all(right), fault
         server.flush_cache()

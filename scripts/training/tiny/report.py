@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from support.oracle.decode import context_features, dflash_generate, greedy_generate, is_recurrent, new_cache
+from support.oracle.decode import context_features, dflash_generate, greedy_generate, new_cache
 from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 from tqdm import tqdm
@@ -79,10 +79,10 @@ def measure_cycles(
 ) -> dict[str, tuple[float, float]]:
     """Return tokens per cycle over texts of `eval_tokens` tokens, and their standard errors over prompts.
 
-    The keys are a chain, and a tree of each size if the target can verify trees.
+    The keys are a chain, and a tree of each size.
     """
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
-    block_size, sizes = drafter.config.block_size, () if is_recurrent(target) else TREES
+    block_size = drafter.config.block_size
     cycles = []
     for prompt in tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5):
         text = write_text(target, prompt, settings.eval_tokens, temperature, generator)
@@ -95,12 +95,11 @@ def measure_cycles(
         logits = F.linear(hidden[0], target.get_output_embeddings().weight)
         labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
         num_correct = [accept_lengths(logits.argmax(-1), labels, labels >= 0) - 1]
-        if sizes:
-            texts = tokens.expand(len(text), -1)
-            num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, sizes, CANDIDATES)
+        texts = tokens.expand(len(text), -1)
+        num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, TREES, CANDIDATES)
         cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
-    names = ["chain", *(f"tree of {size}" for size in sizes)]
+    names = ["chain", *(f"tree of {size}" for size in TREES)]
     of_kinds = torch.tensor(cycles, dtype=torch.float64).T
     return {name: ratio(num_decoded, of_kind) for name, of_kind in zip(names, of_kinds, strict=True)}
 

@@ -49,7 +49,7 @@ def dflash_generate(
     """Generate greedily with DFlash. The tokens are the target's own, in fewer target forwards.
 
     Args:
-        target: a causal LM. With recurrent layers it verifies chains.
+        target: a causal LM.
         drafter: for this target.
         input_ids: [T] or [1, T] int64, T >= 1.
         max_new_tokens: most tokens to generate.
@@ -157,7 +157,10 @@ def verify_chain(
 def verify_tree(
     target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, tree: Tree, cache: DynamicCache
 ) -> tuple[list[int], Tensor, Tensor]:
-    """Run all nodes at once, each after the cached tokens and its own path, and accept a path.
+    """Run all nodes, each after the cached tokens and its own path, and accept a path.
+
+    A mask shows each node its own path alone. Recurrent layers have no mask, so with them each path to a leaf is run
+    separately, on a copy of the cache.
 
     Args:
         target, drafter: the models.
@@ -172,6 +175,16 @@ def verify_tree(
     """
     seq_len = cache.get_seq_length()
     nodes = torch.cat([tree.tokens.new_tensor([bonus]), tree.tokens])
+    if is_recurrent(target):
+        target_tokens = torch.empty_like(nodes)
+        for leaf in set(range(len(nodes))) - set(tree.parents[1:]):
+            path = [leaf]
+            while path[0] != 0:
+                path.insert(0, tree.parents[path[0]])
+            target_tokens[path], _ = target_forward(target, drafter, nodes[path], copy.deepcopy(cache))
+        path = accept_path(tree, target_tokens)
+        _, features = target_forward(target, drafter, nodes[path], cache)
+        return path, target_tokens, features
     sees = torch.cat([tree.sees().new_ones(len(nodes), seq_len), tree.sees()], dim=1)
     mask = torch.zeros(sees.shape, dtype=target.dtype, device=target.device).masked_fill(~sees, -torch.inf)
     positions = seq_len + torch.tensor(tree.depths, device=target.device)
