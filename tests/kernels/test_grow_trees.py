@@ -181,14 +181,24 @@ def test_is_a_tree(num_nodes, device):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -1])
+<<<<<<< HEAD
 def test_nan(bits, device):
     """Nodes form a tree and tokens are in the vocabulary, even if a broken model computes NaN."""
+=======
+@pytest.mark.parametrize("share", [0, 0.3])
+def test_nan(bits, share, device):
+    """Nodes form a tree and tokens are in the vocabulary, as in the reference, even if a broken model computes NaN."""
+>>>>>>> 3194f79 (ops: count log probabilities that are NaN as -inf in grow_trees)
     nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
-    args = list(arguments(3, 7, 4, device))
+    args = list(arguments(5, 7, 4, device, share=share))
     args[2][0, 2], args[3][1], args[3][2, 1] = nan, nan, nan
+    # Rows of -inf, whose sums are -inf too, and of inf.
+    args[2][3, 2], args[3][3, 2] = float("-inf"), float("-inf")
+    args[2][4, 1], args[3][4, 1] = float("inf"), float("inf")
+    assert_same(args, 16)
     trees = grown(grow_trees, args, 16)
-    tokens, nodes = trees.tokens.view(3, 16), torch.arange(16, device=device)
+    tokens, nodes = trees.tokens.view(5, 16), torch.arange(16, device=device)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
     assert ((trees.parents >= -1) & (trees.parents < nodes)).all()
-    depths = trees.positions.view(3, 16) - args[6][:, None]
+    depths = trees.positions.view(5, 16) - args[6][:, None]
     assert ((depths >= 0) & (depths <= 7)).all()

@@ -1,10 +1,9 @@
-"""Trees of the most probable paths in one launch, a warp a request.
+"""Trees of the most probable paths in one launch, one warp per request.
 
-Of the paths that may be taken there is one behind each node, as a node's children are taken in an order of their own:
-the most probable one of those that are left. So lane i of a warp holds the next path behind node i, and the first of
-equally probable lanes is the one that comes first. Candidates of a depth come in the order of their probability, and
-some of them count `exp(LOG_WEIGHT)` times as much behind a node: so the next one is the first that does or the first
-that does not.
+The children of a node are taken in the order of their probability, so each node has one next path at a time. Lane i of
+a warp holds the next path after node i. Of equally probable paths, that of the first lane is taken. Candidates of a
+depth are sorted by probability. After a node, some of them count `exp(LOG_WEIGHT)` times as much. So the next candidate
+is the first one that does, or the first one that does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.ordered import LOWEST, from_ordered, to_ordered
 from sglang_dflash.types import Trees
 
-# A warp reduces a vector of so many in one instruction, and of fewer in several.
+# A warp reduces a vector of this size in one instruction, and a smaller one in several.
 _WARP = 32
 _LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
 _MORE_WEIGHT = tl.constexpr(math.expm1(bigrams.LOG_WEIGHT))
@@ -28,7 +27,7 @@ _MORE_WEIGHT = tl.constexpr(math.expm1(bigrams.LOG_WEIGHT))
 
 @triton.jit
 def _first(ranks):
-    """The lowest of 16 bits that is set; 30 if none is."""
+    """Return the lowest set bit of 16; 30 if none is set."""
     bits = ranks | (1 << 30)
     # The exponent of a power of two.
     return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
@@ -36,9 +35,10 @@ def _first(ranks):
 
 @triton.jit
 def _log_prob(logits, log_sums, depth, rank, mask, K: tl.constexpr):
-    """Of a candidate at a depth, the first of which is 0."""
+    """Load the log probability of a candidate at a depth, counted from 0. NaN and inf become -inf."""
     logit = tl.load(logits + depth * K + rank, mask=mask, other=0.0)
-    return logit - tl.load(log_sums + depth, mask=mask, other=0.0)
+    log_prob = logit - tl.load(log_sums + depth, mask=mask, other=0.0)
+    return tl.where(log_prob < float("inf"), log_prob, float("-inf"))
 
 
 @triton.jit
@@ -76,9 +76,9 @@ def _grow_trees_kernel(
     log_sums += request * DEPTHS
     bigram_tables += row * TABLE_SIZE
 
-    # The place of a candidate is its depth, from 0 on, * K + its rank. Behind each of them: the ranks of those
-    # candidates that the text has there, a bit for each, and by how much all of that depth count more. All are read at
-    # once: the loop reads some of them one after the other, and then finds them in the cache.
+    # The place of a candidate is its depth, from 0 on, * K + its rank. For each place: a bit for every candidate of the
+    # next depth that follows it in the text, and the logarithm of the next depth's new sum. All are loaded at once. The
+    # loop loads some of them again, one after the other, and finds them in the cache.
     every = tl.arange(0, PADDED_PLACES)
     next_depth = every // K + 1
     is_before = next_depth < DEPTHS
@@ -95,24 +95,24 @@ def _grow_trees_kernel(
     shift = tl.log(mass * _MORE_WEIGHT + 1.0).to(tl.int32, bitcast=True)
 
     lane = tl.arange(0, WIDTH)
-    # Of what is behind each node: which candidates are left, and which of them the text has; how probable the path is
-    # before them, and with the next one, whose place it is.
+    # For each node: the candidates after it that are left, and those of them that the text has; the path's log
+    # probability up to the node; and log probability and place of the next path.
     left = tl.where(lane == 0, tl.where(is_bush, (1 << K) - 1, 1), 0)
     liked = lane * 0
     base = lane * 0.0
     first_log_prob = _log_prob(logits, log_sums, lane * 0, lane * 0, (lane == 0) & (DEPTHS > 0), K)
     key = tl.where((lane == 0) & (DEPTHS > 0), to_ordered(first_log_prob), LOWEST)
     next_place = lane * 0
-    # Of each node.
+    # Candidate and parent of each node.
     place = lane * 0 - 1
     parent = lane * 0 - 1
-    # Bits of the nodes below 32 and of the others.
+    # Nodes that a node sees: bits of nodes below 32, and of the others.
     low = tl.where(lane < 32, 1 << (lane & 31), 0)
     high = tl.where(lane < 32, 0, 1 << (lane & 31))
     for node in range(1, NUM_NODES):
         best = tl.max(key)
         is_node = best != LOWEST
-        # The first lane, and its place along with it.
+        # The first lane with the best path, and that path's place.
         taken = tl.min(tl.where(key == best, (lane << PLACE_BITS) | next_place, WIDTH << PLACE_BITS))
         taken_lane, taken_place = taken >> PLACE_BITS, taken & ((1 << PLACE_BITS) - 1)
         is_own = (lane == node) & is_node
@@ -169,7 +169,7 @@ def grow_trees(
     if num_requests == 0:
         return
     depths, k = candidates.shape[1:]
-    # As many bits as `ancestors` have, and what has a bit for every candidate.
+    # `ancestors` has 64 bits, and `left` a bit for every candidate.
     assert num_nodes <= 64 and k <= 16
     _grow_trees_kernel[(num_requests,)](
         bonus_tokens,
