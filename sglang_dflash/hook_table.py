@@ -20,7 +20,7 @@ from sglang_dflash.plugin import CREATE_WORKER
 from sglang_dflash.recurrent import pool as recurrent_pool
 from sglang_dflash.recurrent import prefix_cache
 from sglang_dflash.recurrent import verify as recurrent_verify
-from sglang_dflash.requests import admin, failing, finishing, stop_regex, update_weights, validate
+from sglang_dflash.requests import admin, answer_tokens, failing, finishing, stop_regex, update_weights, validate
 from sglang_dflash.server_args import arguments
 from sglang_dflash.verify import logits, sampler
 from sglang_dflash.version import __version__
@@ -378,6 +378,27 @@ HOOKS = [
         function=stop_regex.check_str_based_finish,
         why="a stop_regex with exponential backtracking blocks the scheduler",
         until="SGLang limits the time of a search",
+    ),
+    Hook(
+        target=f"{_RESULTS}.process_batch_result_decode",
+        kind=HookType.AROUND,
+        function=answer_tokens.process_decode_result,
+        why="the reported tokens of a cycle include those that no client sees",
+        until="SGLang reports the tokens that it appends to answers",
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+        kind=HookType.AROUND,
+        function=answer_tokens.report_decode_stats,
+        why="the reported tokens of a cycle include those that no client sees",
+        until="SGLang reports the tokens that it appends to answers",
+    ),
+    Hook(
+        target=f"{_COMPONENTS}.logprob_result_processor.SchedulerLogprobResultProcessor.add_logprob_return_values",
+        kind=HookType.AFTER,
+        function=answer_tokens.drop_logprobs_of_no_token,
+        why="a request for no token gets the log probability of one",
+        until="Req.is_prefill_only holds with speculation too",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
