@@ -87,7 +87,15 @@ class Shortlist:
             self._numbers[rows], self._scales[rows] = quantize_rows(self._weight[rows])
 
 
+def is_used() -> bool:
+    """Return whether a shortlist chooses the drafts of this process."""
+    return len(_shortlists) > 0
+
+
 def weights_have_changed() -> None:
-    """Those of an lm_head of this process, maybe. Updates come in parts, so copies wait for the next draft."""
+    """Note that weights of an lm_head of this process may have changed.
+
+    Updates come in parts, so copies wait for the next draft.
+    """
     for shortlist in _shortlists:
         shortlist.weights_have_changed()

@@ -1,4 +1,4 @@
-"""What SGLang must know of DFLASH where it sizes its pools: captured layers, the drafter's KV, what cycles need."""
+"""Pool sizing: what SGLang is told of captured layers, of the drafter's KV, and of the memory of decode cycles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from sglang.srt.configs.model_config import is_deepseek_v4
+from sglang.srt.layers.vocab_parallel_embedding import pad_vocab_size
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -15,6 +16,7 @@ from sglang.srt.runtime_context import attention_backends, get_exec, get_paralle
 
 from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.server_args.pair import load_drafter_config
 from sglang_dflash.verify import sampler
@@ -28,13 +30,15 @@ SEEDED_SAMPLER_COPIES = 16
 
 
 def resolve_target_capture(original, *, config, server_args, model_config, spec_algorithm, is_draft_worker) -> None:
-    """AROUND `spec_aux_hidden_state._resolve_dflash_aux_hidden_state`.
+    """AROUND `spec_aux_hidden_state._resolve_dflash_aux_hidden_state`: name the layers to capture and the drafter.
 
-    Fills `config` (`SpecAuxHiddenStateConfig`) of the target's model runner with the layers to capture, and with the
-    drafter whose KV SGLang makes room for in the target's memory budget (`draft_kv_budget`).
+    SGLang makes room for that drafter's KV in the target's memory budget (`draft_kv_budget`).
+
+    Args:
+        config: `SpecAuxHiddenStateConfig` of the target's model runner, written.
 
     Raises:
-        ConfigError: SGLang sizes the target's pools without asking for a drafter's KV.
+        ConfigError: SGLang sizes the pools of this target without a drafter's KV.
     """
     if not spec_algorithm.is_dflash():
         original(
@@ -61,42 +65,48 @@ def resolve_target_capture(original, *, config, server_args, model_config, spec_
 
 @dataclass(frozen=True)
 class CycleMemory:
-    """What decode cycles of as many requests as may run need beside the pools, on one rank, in bytes.
+    """Memory of decode cycles that is not in the pools, on one rank, in bytes.
+
+    It is that of the largest CUDA graph, in whose memory the other graphs are, and of a cycle without a graph if more
+    requests may run than the largest graph has.
 
     Attributes:
-        logits: of all verified tokens (see `logit_bytes`), while they are computed: in the largest graph, in whose
-            memory the others are, and without a graph for batches that are larger than all of them.
-        sampler: what SGLang's sampler holds at its most, of the requests whose tokens it chooses.
+        logits: the target's logits of all verified tokens (see `logit_bytes`).
+        draft_logits: the drafter's logits of a block's draft tokens, in this rank's shard of the vocabulary. 0 if a
+            shortlist chooses the drafts.
+        sampler: peak of SGLang's sampler for the requests that need it.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
-        context: the drafter's k and v projections of all layers, side by side, besides the drafter's own weights.
+        context: copies of the drafter's k and v projections of all layers.
     """
 
     logits: int
+    draft_logits: int
     sampler: int
     indices: int
     context: int
 
     @classmethod
     def of(cls, configurator: KVCacheConfigurator) -> CycleMemory:
-        """Of the server that the target's pools are configured for."""
+        """Return the memory of the server that the target's pools are configured for."""
         model_config, block_size = configurator.model_config, get_spec().speculative_num_draft_tokens
         running = get_schedule().max_running_requests
         decode = get_exec().graph.cuda_graph_config.decode
-        # SGLang makes no graph that is larger than the requests that may run.
+        # SGLang captures no graph for more requests than may run.
         captured = 0 if decode.backend == Backend.DISABLED else min(decode.max_bs, running)
-        rows = (captured + (running if running > captured else 0)) * block_size
+        requests = captured + (running if running > captured else 0)
         per_request = sampler.sampler_bytes(model_config.vocab_size, block_size)
         at_a_time = min(running * per_request, max(sampler.SAMPLER_BYTES, per_request))
         is_seeded = get_exec().deterministic.enable_deterministic_inference
         backends = (attention_backends()[1], get_spec().speculative_draft_attention_backend)
-        # Of a target with windows there is a list for its sliding layers, and one for the others.
+        # A target with windows has a list for its sliding layers and one for the others.
         index_bytes = sum(INDEX_DTYPES[backend].itemsize for backend in backends if backend in INDEX_DTYPES)
         index_bytes *= 1 + configurator.is_hybrid_swa
         capture = configurator.spec_aux_config
         drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
         num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
-            logits=rows * model_config.vocab_size * logit_bytes(configurator),
+            logits=requests * block_size * model_config.vocab_size * logit_bytes(configurator),
+            draft_logits=requests * _draft_logit_bytes(configurator),
             sampler=at_a_time * (SEEDED_SAMPLER_COPIES if is_seeded else SAMPLER_COPIES),
             indices=captured * model_config.context_len * index_bytes,
             context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
@@ -108,12 +118,15 @@ class CycleMemory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{num_bytes / 2**20:.0f} MiB for {name}" for name, num_bytes in asdict(self).items())
-        return f"Decode cycles are left {parts}, beside what mem_fraction_static leaves."
+        return f"Memory of decode cycles, on top of what --mem-fraction-static leaves: {parts}."
 
 
 def logit_bytes(configurator: KVCacheConfigurator) -> int:
-    """What one of a verified token's logits takes at most: in the lm_head's dtype; gathered from the ranks, once in
-    their order and once in that of the vocabulary; and capped, in float32 beside."""
+    """Return the peak bytes of one logit of the target.
+
+    A logit is in the lm_head's dtype. With tensor parallelism it is gathered in the order of the ranks and copied to
+    that of the vocabulary. A soft cap adds a copy in float32.
+    """
     config = configurator.model_config.hf_text_config.to_dict()
     is_float32 = get_exec().features.enable_fp32_lm_head or config.get("enable_lm_head_fp32", False)
     itemsize = torch.float32.itemsize if is_float32 else configurator.model_dtype.itemsize
@@ -121,12 +134,23 @@ def logit_bytes(configurator: KVCacheConfigurator) -> int:
     return num_bytes + torch.float32.itemsize * bool(config.get("final_logit_softcapping"))
 
 
+def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
+    """Return the bytes of the drafter's logits of one request."""
+    if shortlist.is_used():
+        return 0
+    drafter = load_drafter_config(configurator.server_args)
+    vocab_size = drafter.draft_vocab_size or configurator.model_config.vocab_size
+    columns = pad_vocab_size(vocab_size) // get_parallel().tp_size
+    num_drafts = get_spec().speculative_dflash_block_size - 1
+    return num_drafts * columns * configurator.model_dtype.itemsize
+
+
 def leave_memory_for_cycles(
     original, configurator: KVCacheConfigurator, budget_bytes: int, *, cap_tokens: int | None = None
 ) -> MemoryPoolConfig:
-    """AROUND `KVCacheConfigurator.config_from_budget`, which divides the memory that the pools may take.
+    """AROUND `KVCacheConfigurator.config_from_budget`: subtract the memory of decode cycles from that of the pools.
 
-    What SGLang leaves to everything else is for servers that choose one token per request at a time.
+    SGLang leaves memory for servers that choose one token per request at a time.
     """
     if configurator.spec_algorithm.is_dflash() and not configurator.is_draft_worker:
         memory = CycleMemory.of(configurator)
@@ -137,12 +161,12 @@ def leave_memory_for_cycles(
 
 @dataclass(frozen=True)
 class KVMemory:
-    """What a token costs in the pools as they are allocated, for the log and `/server_info`.
+    """KV memory of a token in the allocated pools, for the log and `/server_info`.
 
     Attributes:
-        capacity: tokens that the target's full-attention layers have room for, before CUDA graphs take theirs.
-        target_bytes_per_token, drafter_bytes_per_token: of one rank. A windowed target's include its share of the
-            smaller pool of the sliding layers.
+        capacity: tokens that the target's full-attention layers have room for, before CUDA graphs take memory.
+        target_bytes_per_token: of one rank. For a windowed target it includes the share of the sliding layers' pool.
+        drafter_bytes_per_token: of one rank.
         drafter_dtype: of the drafter's keys and values.
     """
 
@@ -165,8 +189,8 @@ class KVMemory:
 
 def _bytes_per_token(pool: KVCache) -> float:
     sizes = pool.get_kv_size_bytes()
-    # MLA pools hold one latent, the others keys and values.
+    # MLA pools return one size, of the latents. Other pools return those of keys and values.
     num_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes
-    # Pools have one page more than they give out: where padded rows write.
-    # Of a NumPy number, as SGLang counts, a number that JSON has.
+    # Pools have one page more than they give out, for writes of padding. SGLang's sizes are NumPy numbers, which JSON
+    # does not have.
     return float(num_bytes / (pool.size + pool.page_size))

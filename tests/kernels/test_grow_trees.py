@@ -181,14 +181,9 @@ def test_is_a_tree(num_nodes, device):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -1])
-<<<<<<< HEAD
-def test_nan(bits, device):
-    """Nodes form a tree and tokens are in the vocabulary, even if a broken model computes NaN."""
-=======
 @pytest.mark.parametrize("share", [0, 0.3])
 def test_nan(bits, share, device):
     """Nodes form a tree and tokens are in the vocabulary, as in the reference, even if a broken model computes NaN."""
->>>>>>> 3194f79 (ops: count log probabilities that are NaN as -inf in grow_trees)
     nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
     args = list(arguments(5, 7, 4, device, share=share))
     args[2][0, 2], args[3][1], args[3][2, 1] = nan, nan, nan

@@ -26,6 +26,7 @@ from support.windowed import WINDOW, write_windowed_pair
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft import shortlist
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory, logit_bytes
 from sglang_dflash.server_args.pair import load_drafter_config
@@ -155,8 +156,33 @@ def test_graphs_share_the_memory_of_logits(flags, rows):
         memory = CycleMemory.of(configurator(args, model, DTYPE))
 
     assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
-    # 3 layers, 2 KV heads of 64, and a hidden size of 256.
+    # Of a block without its bonus token.
+    assert memory.draft_logits == rows // 16 * 15 * model.vocab_size * DTYPE.itemsize
+    # Of 3 layers, 2 KV heads of 64, and a hidden size of 256.
     assert memory.context == 3 * 2 * 2 * 64 * 256 * DTYPE.itemsize
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "numbers"),
+    [
+        ({}, {}, 15 * 1024),
+        # A shard of the vocabulary, padded to whole groups of 64 tokens.
+        ({}, {"tp_size": 2}, 15 * 512),
+        ({"draft_vocab_size": 500}, {}, 15 * 512),
+        ({}, {"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 8}, 7 * 1024),
+    ],
+)
+def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
+    """They are in the budget, unless a shortlist finds the best tokens without them."""
+    args = server_args(TARGET_DIR, drafter_with(tmp_path / "drafter", **fields), max_running_requests=8, **flags)
+    model = ModelConfig.from_server_args(args)
+    with served(args):
+        kvc = configurator(args, model, DTYPE)
+        memory = CycleMemory.of(kvc)
+        assert memory.draft_logits == 8 * numbers * DTYPE.itemsize
+        assert memory.total > memory.draft_logits + memory.logits
+        monkeypatch.setattr(shortlist, "_shortlists", {object()})
+        assert CycleMemory.of(kvc).draft_logits == 0
 
 
 @pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
