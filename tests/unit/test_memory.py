@@ -156,9 +156,9 @@ def test_graphs_share_the_memory_of_logits(flags, rows):
         memory = CycleMemory.of(configurator(args, model, DTYPE))
 
     assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
-    # Of a block without its bonus token.
+    # All tokens of a block but the bonus token.
     assert memory.draft_logits == rows // 16 * 15 * model.vocab_size * DTYPE.itemsize
-    # Of 3 layers, 2 KV heads of 64, and a hidden size of 256.
+    # 3 layers, 2 KV heads of 64, and a hidden size of 256.
     assert memory.context == 3 * 2 * 2 * 64 * 256 * DTYPE.itemsize
 
 
