@@ -1,4 +1,4 @@
-"""Target hidden states become drafter KV: fc, hidden_norm, every layer's k and v, k_norm, RoPE, one write.
+"""Drafter KV from target hidden states: fc, hidden_norm, every layer's k and v, k_norm, RoPE, one write.
 
 Shapes: T tokens, F captured target layers, H hidden size, L drafter layers.
 """
@@ -22,7 +22,7 @@ CONTEXT_TOKENS = 4096
 class ContextWriter:
     """Appends target hidden states to the drafter's context.
 
-    The slots are those of the target's own KV, so a radix hit, a retraction or an eviction of the target's tokens
+    The slots are those of the target's own KV. So a cache hit, a retraction or an eviction of the target's tokens
     covers the drafter's context too.
     """
 
@@ -41,7 +41,7 @@ class ContextWriter:
         self._eps = first.k_norm.variance_epsilon
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs, pool.dtype)
-        # One GEMM for all layers, in memory that stays: CUDA graphs hold its address.
+        # One GEMM for all layers. CUDA graphs hold the address of these weights.
         self._weight = torch.cat(self._kv_parts("weight"))
         self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_parts("bias"))
         self._k_norm_weight = torch.stack([attention.k_norm.weight.data for attention in attentions])
@@ -50,7 +50,7 @@ class ContextWriter:
         return [getattr(attention.qkv_proj, name).data[attention.q_size :] for attention in self._attentions]
 
     def fuse_weights(self) -> None:
-        """Copy the layers' k and v weights again, which have changed."""
+        """Copy the layers' k and v weights again, after they have changed."""
         torch.cat(self._kv_parts("weight"), out=self._weight)
         if self._bias is not None:
             torch.cat(self._kv_parts("bias"), out=self._bias)
@@ -67,13 +67,13 @@ class ContextWriter:
         """Append tokens to the drafter's context.
 
         Args:
-            features: [T, F * H], outputs of the captured target layers.
-            positions: [T] int64, true positions.
-            cache_loc: [T] int64, the KV slots of those tokens.
-            accept_lens: [bs] for T = bs * B verified rows, of which only the first accept_lens of each block are
-                written; None writes all.
+            features: [T, F * H]. Outputs of the captured target layers.
+            positions: [T] int64. True positions.
+            cache_loc: [T] int64. KV slots.
+            accept_lens: [bs]. For verified blocks, T = bs * W: only the first `accept_lens` tokens of each block are
+                written. None: all tokens are.
         """
-        # Only prefill is cut: a block must not be, and verified batches are small.
+        # Only a prefill is split. Verified batches are small, and blocks must stay whole.
         chunk = CONTEXT_TOKENS if accept_lens is None else max(features.shape[0], 1)
         for start in range(0, features.shape[0], chunk):
             rows = slice(start, start + chunk)

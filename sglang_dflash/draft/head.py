@@ -1,4 +1,4 @@
-"""Draft tokens: the best of an lm_head, the target's or the drafter's own, over the drafter's rows."""
+"""Draft tokens: the best tokens of an lm_head, the target's or the drafter's own, for the drafter's hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_dflash.verify.vocab_top import VocabTop
 
 
 class DraftHead:
-    """Proposes for a whole block: the best token of every row, or the best k."""
+    """Drafts a whole block: the best token of every position, or the best k."""
 
     def __init__(
         self,
@@ -27,16 +27,17 @@ class DraftHead:
         """
         Args:
             lm_head: over the target's vocabulary, or over the drafter's own.
-            tp_group: the ranks among which `lm_head` is sharded.
-            k: candidates for every row.
-            target_tokens: [draft vocabulary] int64, ascending: the target's token for each of the drafter's; None where
-                they are the same.
-            multiplier, softcap: what logits are multiplied by, and then capped at.
+            tp_group: ranks that share `lm_head`.
+            k: candidates per position.
+            target_tokens: [draft vocabulary] int64, ascending. The target's token for each of the drafter's. None: they
+                are the same.
+            multiplier: factor of the logits.
+            softcap: soft cap of the logits after that. None: there is none.
         """
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
         self._top = VocabTop(lm_head, tp_group, k)
-        # A sum of capped logits needs each of them.
+        # The sum of exponentials needs every capped logit.
         self._shortlist = Shortlist.of(lm_head, k) if k == 1 or softcap is None else None
         self._target_tokens = target_tokens
         self._multiplier, self._softcap = multiplier, softcap
@@ -45,7 +46,7 @@ class DraftHead:
     def of(
         cls, drafter: DFlashDraftModel, target_lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, k: int
     ) -> DraftHead:
-        """The head that a drafter drafts with."""
+        """Return the head of a drafter: its own if it has one, else the target's."""
         config = drafter.dflash_config
         if config.draft_vocab_size is None:
             lm_head, target_tokens = target_lm_head, None
@@ -54,19 +55,19 @@ class DraftHead:
         return cls(lm_head, tp_group, k, target_tokens, config.output_multiplier, config.final_logit_softcapping)
 
     def refresh(self) -> None:
-        """Before a draft: take note of weights that have changed."""
+        """Update copies of weights that have changed. Call it before a cycle."""
         if self._shortlist is not None:
             self._shortlist.refresh()
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Fill in a block.
+        """Draft the tokens of blocks.
 
         Args:
-            block_ids: [bs, W] int64, column 0 is the bonus token.
-            hidden_states: [bs * W, H], the drafter's rows.
+            block_ids: [bs, W] int64. Column 0 has the bonus tokens.
+            hidden_states: [bs * W, H]. Of the drafter.
 
         Returns:
-            [bs, W] int64: the bonus token and W - 1 draft tokens.
+            [bs, W] int64. The bonus token and W - 1 draft tokens.
         """
         bs, width = block_ids.shape
         if self._shortlist is None:
@@ -78,17 +79,17 @@ class DraftHead:
         return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)
 
     def candidates(self, hidden_states: torch.Tensor, bs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The best k tokens of every row behind the first.
+        """Return the best k tokens of every position after the bonus token.
 
         Args:
-            hidden_states: [bs * W, H], the drafter's rows.
+            hidden_states: [bs * W, H]. Of the drafter.
 
         Returns:
             tokens: [bs, W - 1, k] int64, the most probable first.
-            logits: [bs, W - 1, k] float32, theirs.
-            log_sums: [bs, W - 1] float32; `logits - log_sums` are log probabilities.
+            logits: [bs, W - 1, k] float32. Of the tokens.
+            log_sums: [bs, W - 1] float32. `logits - log_sums` are log probabilities.
         """
-        # What changes no order, but how probable tokens are.
+        # A factor changes the probabilities, not the order.
         hidden_states = hidden_states * self._multiplier if self._multiplier != 1.0 else hidden_states
         if self._shortlist is None:
             logits = self._logits(hidden_states, bs)
@@ -101,14 +102,14 @@ class DraftHead:
         return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
 
     def _logits(self, hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
-        """[bs * (W - 1), columns of the shard]."""
+        """Return the logits of the draft tokens, [bs * (W - 1), columns of the shard]."""
         return self._lm_head.quant_method.apply(self._lm_head, _drafting_rows(hidden_states, bs).flatten(0, 1))
 
     def _in_target(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The target's tokens for those of this head."""
+        """Map tokens of this head to the target's."""
         return tokens if self._target_tokens is None else self._target_tokens[tokens]
 
 
 def _drafting_rows(hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
-    """[bs, W - 1, H]: all rows but the first of each block, which predicts the bonus token: that is known."""
+    """Return [bs, W - 1, H]: all hidden states of blocks but the first, which predicts the known bonus token."""
     return hidden_states.unflatten(0, (bs, -1))[:, 1:]

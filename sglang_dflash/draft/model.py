@@ -70,8 +70,8 @@ class DFlashDraftModel(nn.Module):
         self.config = config
         self.dflash_config = DFlashConfig.from_dict(config.to_dict(), config._name_or_path)
         num_features = len(self.dflash_config.target_layer_ids) * config.hidden_size
-        # Sharded by its inputs and summed over the tensor-parallel ranks: it is half as large as a whole layer of the
-        # target, and reading all of it would take each rank longer than that sum.
+        # Sharded by its inputs and summed over the tensor-parallel ranks. It is half as large as a whole layer of the
+        # target: to read all of it would take each rank longer than the sum.
         self.fc = RowParallelLinear(num_features, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix))
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         with layer_stack():
@@ -88,7 +88,7 @@ class DFlashDraftModel(nn.Module):
         self._embedding_scale = 1.0
 
     def use_target_embedding(self, embedding: nn.Module) -> None:
-        """Draft with the target's embedding; it stays the target's module, so no state dict of ours holds it."""
+        """Draft with the target's embedding, which is not registered as a module of the drafter."""
         self._target_embedding = [embedding]
         if self.dflash_config.input_embedding_scale != 1.0:
             # The config scales the rows of the table; Gemma's module has already scaled them by its own factor.
@@ -96,25 +96,27 @@ class DFlashDraftModel(nn.Module):
             self._embedding_scale = self.dflash_config.input_embedding_scale / applied
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Block rows before the first layer, [bs * B, H]. SGLang looks for this name: a model that has it gets no
-        `input_embeds` buffer in its CUDA graphs."""
+        """Return the embeddings of blocks, [bs * B, H].
+
+        SGLang looks for this name: a model that has it gets no `input_embeds` buffer in its CUDA graphs.
+        """
         rows = self._target_embedding[0](input_ids)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     @property
     def num_features(self) -> int:
-        """F * H, the width of what the drafter's context is made of."""
+        """F * H, the width of the target's features."""
         return self.fc.input_size
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The input of every layer's k and v projections of the context: [T, F * H] in, [T, H] out."""
+        """Project target features, [T, F * H], to the input of every layer's k and v projections, [T, H]."""
         shard_size = self.fc.input_size_per_partition
         rank, _ = get_group_rank_size(self.fc.tp_group)
         shard = features[:, rank * shard_size :][:, :shard_size]
         return self.hidden_norm(self.fc(shard)[0])
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """In SGLang's terms: the keys to the left of the query."""
+        """Return the window in SGLang's terms: the keys to the left of the query."""
         window = self.dflash_config.window
         return None if window is None else window - 1
 
@@ -122,7 +124,7 @@ class DFlashDraftModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """The block path.
+        """Run the block path.
 
         Args:
             input_ids: [bs * B] int64, per request the bonus token and B - 1 mask tokens.

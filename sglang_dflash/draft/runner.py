@@ -12,8 +12,10 @@ from sglang.srt.server_args import ServerArgs
 
 
 def draft_model_config(server_args: ServerArgs, context_length: int, dtype: torch.dtype) -> ModelConfig:
-    """The drafter's checkpoint as SGLang reads it, with the target's context length and dtype: a checkpoint may name
-    another dtype, or none."""
+    """Return the drafter's `ModelConfig`, with the target's context length and dtype.
+
+    A checkpoint may name another dtype, or none.
+    """
     config = ModelConfig.from_server_args(
         server_args,
         model_path=get_spec().speculative_draft_model_path,
@@ -32,7 +34,7 @@ class DraftModelWorker(TpModelWorker):
         self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target: ModelRunner, random_seed: int
     ) -> None:
         self._target = target
-        # KV scales are those of the target's layers: the drafter's are 1.
+        # The file has KV scales of the target's layers. The drafter's are 1.
         with get_model().override(quantization_param_path=None), draft_model_build_scope():
             super().__init__(
                 server_args=server_args,

@@ -1,9 +1,9 @@
-"""Draft tokens by a shortlist: a copy of the lm_head in float8 says which tokens are worth computing.
+"""Draft tokens by a shortlist: a float8 copy of the lm_head selects the tokens whose logits are computed.
 
-The lm_head is what a drafter reads most of, and all that is asked of it is each row's best token, or a tree's few best
-and how probable they are. Its weights in float8 are half as many bytes; what they name as best of every group of tokens
-is close, and the first of those are computed by the weights as they are, so that hardly a draft is another one. What is
-committed is the target's choice either way.
+Most bytes that a drafter reads are those of the lm_head. A chain needs only the best token of each position, and a tree
+a few best and their probabilities. The float8 copy is half as large. It finds the best tokens of every group, and the
+logits of these are then computed with the original weights. Drafts rarely differ from those of the full product, and
+the target decides what is committed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from sglang_dflash.verify.vocab_shard import vocab_parts
 
 logger = logging.getLogger(__name__)
 
-# The smallest lm_head that is taken: smaller ones are read so fast that launches count.
+# Smallest lm_head that gets a shortlist. A smaller one is read so fast that kernel launches dominate.
 _MIN_NUMBERS = 1 << 28
-# Rows that are quantised at a time, which takes memory for them in float32, three times.
+# Rows that are quantised at a time. That takes three times their memory in float32.
 _ROWS = 1024
 
 _shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
 
 
 class Shortlist:
-    """Finds the best tokens of this rank's shard of an lm_head, for every row of a drafter."""
+    """Finds the best tokens of this rank's shard of an lm_head for the drafter's hidden states."""
 
     def __init__(self, weight: torch.Tensor, k: int) -> None:
         """
         Args:
-            weight: [N, K] bfloat16 or float16, contiguous, of the shard's vocabulary without padding. It may change:
-                see :func:`weights_have_changed`.
-            k: how many to find.
+            weight: [V, H] bfloat16 or float16, contiguous. The shard's vocabulary without padding. It may change: see
+                :func:`weights_have_changed`.
+            k: tokens to find.
         """
         self._weight, self._k = weight, k
-        # In memory that stays: CUDA graphs hold its address.
+        # CUDA graphs hold the address.
         self._numbers = torch.empty_like(weight, dtype=FLOAT8)
         self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
         self._is_stale = True
@@ -51,7 +51,10 @@ class Shortlist:
 
     @classmethod
     def of(cls, lm_head: VocabParallelEmbedding, k: int) -> Shortlist | None:
-        """Of an lm_head that gains by it, where products may be others than SGLang's."""
+        """Return the shortlist of an lm_head; None if it is too small, quantised, or not faster with one.
+
+        There is none either if SGLang's flags ask for a certain kernel (`small_m_linear.may_replace`).
+        """
         if not small_m_linear.may_replace():
             return None
         parts = vocab_parts(lm_head)
@@ -59,7 +62,7 @@ class Shortlist:
             return None
         first, num_columns, _ = parts[0]
         weight = lm_head.weight.data[first : first + num_columns]
-        # Of the last rank, which may have fewer tokens, as of the others: keys of ranks have to be alike.
+        # The padded size decides, so that the last rank, which may have fewer tokens, decides as the others do.
         is_large = lm_head.weight.numel() >= _MIN_NUMBERS
         if not small_m_linear.is_measured(weight) or not is_large or weight.shape[1] % DEPTH:
             return None
@@ -69,8 +72,10 @@ class Shortlist:
         return cls(weight, k)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Of rows [bs, rows of each, K]: logits, columns of the shard's vocabulary and sums, see
-        :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`."""
+        """Return logits, columns of the shard's vocabulary, and log-sum-exps for hidden states [bs, W - 1, H].
+
+        See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
+        """
         return ops.shortlist_top(hidden_states, self._weight, self._numbers, self._scales, self._k)
 
     def weights_have_changed(self) -> None:
@@ -78,7 +83,7 @@ class Shortlist:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a draft: make the copy anew if weights have changed."""
+        """Copy the weights again if they have changed. Call it before a cycle."""
         if not self._is_stale:
             return
         self._is_stale = False

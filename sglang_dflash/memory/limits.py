@@ -1,5 +1,4 @@
-"""How many tokens a request may have, and leaves behind: room for its blocks in the KV pools, and in its row of
-`req_to_token`."""
+"""Limits on tokens of a request: room for its blocks in the KV pools and in its row of `req_to_token`."""
 
 from __future__ import annotations
 
@@ -15,9 +14,12 @@ from sglang_dflash.server_args.arguments import serves_dflash
 
 
 def check_pool(config: MemoryPoolConfig, page_size: int) -> None:
-    """Raise :class:`ConfigError` if the target's pool has no room for a prompt and a decode step.
+    """Check that the target's pool has room for a prompt and a decode step.
 
-    `leave_room_for_blocks` would end every request with its first token.
+    Otherwise `leave_room_for_blocks` would end every request with its first token.
+
+    Raises:
+        ConfigError: naming the pool's size, and what one step needs.
     """
     needed = get_alloc_reserve_per_decode() + page_size
     if config.max_total_num_tokens <= needed:
@@ -29,14 +31,18 @@ def check_pool(config: MemoryPoolConfig, page_size: int) -> None:
 
 
 def check_window_pool(config: MemoryPoolConfig, window: int | None, page_size: int) -> None:
-    """Raise :class:`ConfigError` if the pools of a windowed target cannot hold one request in decode.
+    """Check that the pools of a windowed target can hold one request in decode.
 
-    SGLang checks that the window fits; a decode step needs its block as well, and what waits for its eviction. Without
-    any full layer, SGLang gives all slots of a token back, and with them the drafter's KV of it.
+    SGLang checks that the window fits. A decode step also needs slots for its block, and for tokens that wait for their
+    eviction. For a target without full layers, SGLang frees all slots of a token that leaves the window, and with them
+    the drafter's KV.
 
     Args:
         config: sizes of the target's pools.
-        window: keys to the left of a query in the target's sliding layers; None without such layers.
+        window: keys to the left of a query in the target's sliding layers. None without such layers.
+
+    Raises:
+        ConfigError: naming the pool's size, and what one request needs.
     """
     if window is None or config.swa_max_total_num_tokens is None:
         return
@@ -55,12 +61,12 @@ def check_window_pool(config: MemoryPoolConfig, window: int | None, page_size: i
 
 
 def swa_eviction_interval() -> int:
-    """Tokens that may leave a target's window before their slots are given back."""
+    """Return how many tokens may leave a target's window before their slots are freed."""
     return max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
 
 
 def req_to_token_headroom(original) -> int:
-    """AROUND `allocation_sizing.get_req_to_token_extra_context_len`, in entries of a `req_to_token` row.
+    """AROUND `allocation_sizing.get_req_to_token_extra_context_len`: add room for a decode step to each row.
 
     A decode step reserves `get_alloc_reserve_per_decode` slots past the committed length, whatever the page size.
     """
@@ -71,10 +77,10 @@ def req_to_token_headroom(original) -> int:
 
 
 def leave_room_for_blocks(result, scheduler, req) -> None:
-    """AFTER `Scheduler.init_req_max_new_tokens`, which ends a request before it outgrows the KV pool.
+    """AFTER `Scheduler.init_req_max_new_tokens`: end a request before its next block outgrows the KV pool.
 
-    A decode step needs room for `get_alloc_reserve_per_decode` slots past the committed length. SGLang fails the last
-    request of a batch for which there is none, so a request has to end before; its first token needs no decode step.
+    A decode step needs `get_alloc_reserve_per_decode` slots past the committed length. SGLang fails the last request of
+    a batch if they are missing, so the request must end before. Its first token needs no decode step.
     """
     if not scheduler.spec_algorithm.is_dflash():
         return
@@ -82,15 +88,15 @@ def leave_room_for_blocks(result, scheduler, req) -> None:
     room = max(pool_size - get_alloc_reserve_per_decode() - len(req.origin_input_ids), 1)
     params = req.sampling_params
     params.max_new_tokens = min(params.max_new_tokens, room)
-    # Else EOS would be suppressed to the end.
+    # Otherwise EOS would be suppressed to the end.
     params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
 
 def leave_last_token_out(kept: bool, sessions: StreamingSession, req: Req) -> None:
-    """AFTER `StreamingSession.try_cache_finished_req`, which counts a KV slot for every token of the turn.
+    """AFTER `StreamingSession.try_cache_finished_req`: leave the last token of a turn out of its KV.
 
-    The last one may have been chosen by a verification that held a draft in its place: its KV is of the next cycle,
-    which may not have come. So the next turn computes it.
+    SGLang counts a KV slot for every token. The last token may have replaced a rejected draft, and the next cycle,
+    which writes its KV, may not run. So the next turn computes it.
     """
     if kept and serves_dflash():
         kv = sessions.slots[req.session.session_id].kv

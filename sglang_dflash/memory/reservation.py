@@ -1,4 +1,4 @@
-"""The KV slots of the next cycle, taken before the scheduler knows how the running one ends."""
+"""KV slots of the next cycle, reserved before the scheduler knows what the running one accepts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SLOTS_AHEAD = 64
 
 
 def reserve_slots(batch: ScheduleBatch) -> torch.Tensor | None:
-    """Reserve up to two blocks past what the CPU knows to be committed, in whole pages.
+    """Reserve slots for up to two blocks past the tokens that the CPU knows to be committed, in whole pages.
 
-    `ScheduleBatch._new_tokens_required_next_decode_spec_v2` has made sure that so many are there.
+    `ScheduleBatch._new_tokens_required_next_decode_spec_v2` has made sure that these slots are free.
 
     Returns:
-        [bs] int32 on the CPU: no sequence of the next cycle is longer; None without requests.
+        [bs] int32 on the CPU. Upper bounds of the sequence lengths in the next cycle. None without requests.
     """
     # Give back the slots of tokens that have left the target's windows.
     batch.maybe_evict_swa()
@@ -36,10 +36,10 @@ def reserve_slots(batch: ScheduleBatch) -> torch.Tensor | None:
 
 
 def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
-    """Give every request `reserve` slots past its committed tokens, and some more where slots abound.
+    """Give every request `reserve` slots past its committed tokens, and `SLOTS_AHEAD` more if many slots are free.
 
     Args:
-        longest: the most tokens that a request needs slots for.
+        longest: most tokens that a request needs slots for.
     """
     pool, tree_cache = batch.req_to_token_pool, batch.tree_cache
     page_size = batch.token_to_kv_pool_allocator.page_size
@@ -47,10 +47,10 @@ def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
     def with_ahead(ahead: int) -> tuple[list[int], list[int], int]:
         return page_aligned_decode_alloc_lens(batch.reqs, reserve=reserve + ahead, page_size=page_size)
 
-    # No request may outgrow the whole pages of its row.
+    # A request must stay within the whole pages of its row.
     room = pool.req_to_token.shape[1] // page_size * page_size - longest
     allocated, lens, num_tokens = with_ahead(min(SLOTS_AHEAD, room))
-    # A windowed pool gives slots back as its windows move on, and has none to lend.
+    # A windowed pool frees slots as its windows move on, and is too small for more.
     if tree_cache.supports_swa() or 4 * num_tokens > _num_free(batch):
         allocated, lens, num_tokens = with_ahead(0)
     lens_cpu = torch.tensor([allocated, lens], dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device))
@@ -70,5 +70,5 @@ def _allocate(batch: ScheduleBatch, reserve: int, longest: int) -> None:
 
 
 def _num_free(batch: ScheduleBatch) -> int:
-    """Slots that nobody uses; an allocation takes those of the radix cache after the others."""
+    """Return the number of free slots, with those that the radix cache can evict."""
     return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()

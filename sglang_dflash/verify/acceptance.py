@@ -1,4 +1,4 @@
-"""What one verification decided, packed so that it leaves a CUDA graph's static memory in a single copy."""
+"""Accepted tokens of one cycle, packed so that one copy takes them out of a CUDA graph's static memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Acceptance:
     """Views into one flat int64 buffer `packed` of `[bs * W tokens | bs accept lengths | bs bonus | bs lengths]`.
 
     Attributes:
-        out_tokens: [bs, W]; the first `accept_lens` of a row are committed, the last of them is the bonus token.
-        accept_lens: [bs] in [1, W], the bonus token included.
+        packed: [bs * (W + 3)].
+        out_tokens: [bs, W]. The first `accept_lens` of each request are committed. The last of them is its bonus token.
+        accept_lens: [bs] in [1, W], with the bonus token.
         bonus_tokens: [bs].
-        new_seq_lens: [bs], `seq_lens + accept_lens`.
+        new_seq_lens: [bs]. `seq_lens + accept_lens`.
     """
 
     packed: torch.Tensor
@@ -38,14 +39,14 @@ class Acceptance:
         return cls.of(packed, bs, block_size)
 
     def put(self, index: torch.Tensor, part: Acceptance) -> None:
-        """Overwrite what was decided for the requests at `index`, [n] int64, by `part`, of n requests."""
+        """Overwrite the requests at `index`, [n] int64, by those of `part`."""
         self.out_tokens[index] = part.out_tokens
         self.accept_lens[index] = part.accept_lens
         self.bonus_tokens[index] = part.bonus_tokens
         self.new_seq_lens[index] = part.new_seq_lens
 
     def take(self, bs: int) -> Acceptance:
-        """A copy of the first `bs` requests that the next replay of the graph cannot overwrite."""
+        """Copy the first `bs` requests, so that the next replay of the graph cannot overwrite them."""
         padded_bs, block_size = self.out_tokens.shape
         copy = Acceptance.of(self.packed.clone(), padded_bs, block_size)
         return Acceptance(

@@ -1,18 +1,15 @@
-"""The target's verification logits: in the model's dtype, and in the ranks' shards where that will do.
+"""The target's logits of verified tokens: in the model's dtype, and in the ranks' shards if all requests are greedy.
 
-SGLang widens logits to float32 before sampling. Verification has a row of them for each of a request's B tokens. It
-takes an argmax, which a copy cannot change, or draws with a kernel that widens what it has read
-(`kernels.sample_rows`). `FallbackSampler` copies the rows that it needs. A copy of all, for a vocabulary of 152k and 32
-requests of 16 tokens, moves 470 MB per cycle.
+SGLang copies logits to float32 before sampling. For a vocabulary of 152k and 32 requests of 16 tokens, that moves
+470 MB per cycle. Verification does not need the copy: an argmax is the same without it, and `kernels.sample_rows`
+widens what it reads. `FallbackSampler` copies the logits that it needs.
 
-SGLang also gathers the columns of all ranks on each of them, 155 MB for those rows in bfloat16. An argmax needs one
-number per row instead (`VocabArgmax`), so cycles of greedy requests alone leave logits where they are. Ranks then hold
-the same tokens, as they do of the block that these are compared with.
+SGLang also gathers the logits of all ranks on every rank, 155 MB for those tokens in bfloat16. An argmax needs one
+number per token instead (`VocabArgmax`), so cycles of greedy requests leave logits in their shards.
 
-Otherwise ranks each choose their tokens, on the same bits and with the same random numbers, which follow from a seed
-that all ranks have (`DFlashWorker`), so nothing has to be broadcast. Whatever rounding their forwards differ by, a
-column of the logits is computed by one rank only, and the others get a copy (`LogitsProcessor._get_logits`, before
-this). Where a difference may matter is in the text: another number of ranks sums in another order.
+If logits are gathered, each rank chooses the tokens itself. All ranks have the same logits, because each column is
+computed by one rank and copied to the others, and the same random numbers, because they share a seed
+(`DFlashWorker`). So tokens need no broadcast.
 """
 
 from __future__ import annotations
@@ -34,11 +31,11 @@ _in_shards: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
 
 
 class VerifyLogits:
-    """What becomes of one target's TARGET_VERIFY logits. From now on they are not widened."""
+    """TARGET_VERIFY logits of one target, which are not widened once this exists."""
 
     def __init__(self, target_model: nn.Module, tp_group: GroupCoordinator) -> None:
         processors = [module for module in target_model.modules() if isinstance(module, LogitsProcessor)]
-        # A soft cap is applied after the widening, and needs its precision.
+        # A soft cap is applied to the float32 copy, and needs its precision.
         self._processors = [processor for processor in processors if processor.final_logit_softcapping is None]
         _targets.update(self._processors)
         lm_head = target_model.lm_head
@@ -52,12 +49,12 @@ class VerifyLogits:
 
     @property
     def have_shards(self) -> bool:
-        """Whether they can stay in their shards: there are several ranks, and nothing is done to gathered logits."""
+        """Return whether logits can stay in shards: there are several ranks, and gathered logits are not changed."""
         return self._argmax is not None
 
     @contextmanager
     def in_shards(self, is_asked: bool) -> Iterator[None]:
-        """Meanwhile each rank's logits are those of its own part of the vocabulary, if that `is_asked`."""
+        """Leave logits in their shards inside this context, if that `is_asked`."""
         if not is_asked:
             yield
             return
@@ -72,7 +69,7 @@ class VerifyLogits:
                 processor.do_tensor_parallel_all_gather = True
 
     def argmax(self, shard: torch.Tensor) -> torch.Tensor:
-        """Tokens, [T] int64, of such logits: [T, columns of the shard]."""
+        """Return the tokens, [T] int64, of logits in shards, [T, columns of the shard]."""
         return self._argmax(shard)
 
 
@@ -84,8 +81,16 @@ def skip_widening(
     use_buffer: bool = True,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """AROUND `LogitsProcessor._copy_logits_to_buffer`: [T, padded vocabulary] in, [T, vocabulary] out; shards as they
-    are."""
+    """AROUND `LogitsProcessor._copy_logits_to_buffer`: cut logits of verified tokens to the vocabulary, without a copy.
+
+    Logits that stay in shards are returned unchanged.
+
+    Args:
+        logits: [T, padded vocabulary].
+
+    Returns:
+        [T, vocabulary]
+    """
     if processor not in _targets or not logits_metadata.forward_mode.is_target_verify():
         return original(processor, logits, logits_metadata, use_buffer=use_buffer, softcap=softcap)
     if processor in _in_shards:

@@ -1,4 +1,4 @@
-"""A vocabulary of which each tensor-parallel rank has some columns, and how ranks share what they find in theirs."""
+"""One rank's shard of the vocabulary, and the exchange of what ranks find in theirs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
 class VocabPart(NamedTuple):
-    """Columns of a shard that are tokens which follow each other.
+    """Columns of a shard with consecutive tokens.
 
     Attributes:
-        first_column: of them in the shard.
-        num_columns: how many they are, at least 1.
-        first_token: id of the token of the first column.
+        first_column: first of them in the shard.
+        num_columns: number of columns, at least 1.
+        first_token: token id of the first column.
     """
 
     first_column: int
@@ -24,8 +24,10 @@ class VocabPart(NamedTuple):
 
 
 def vocab_parts(lm_head: VocabParallelEmbedding) -> list[VocabPart]:
-    """What this rank's shard has of the vocabulary: of the original one and of what was added to it. Between them is
-    padding; either may be missing."""
+    """Return the parts of this rank's shard: of the original vocabulary, and of added tokens.
+
+    Padding is between them. Either part may be missing.
+    """
     shard = lm_head.shard_indices
     parts = (
         VocabPart(0, shard.num_org_elements, shard.org_vocab_start_index),
@@ -38,15 +40,15 @@ class VocabShard:
     """This rank's part of the vocabulary, among those of the other ranks.
 
     Attributes:
-        parts: of the vocabulary that are in it; a small vocabulary does not reach the last ranks.
-        has_other_ranks: whether there are shards besides.
+        parts: parts of the vocabulary in it. The last ranks have none of a small vocabulary.
+        has_other_ranks: whether other ranks have shards.
     """
 
     def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator) -> None:
         """
         Args:
-            lm_head: whose output the logits are.
-            tp_group: the ranks among which it is sharded.
+            lm_head: computes the logits.
+            tp_group: ranks that share it.
         """
         self.parts = vocab_parts(lm_head)
         self.has_other_ranks = tp_group.world_size > 1
@@ -54,24 +56,28 @@ class VocabShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the vocabulary as it is: its columns are token ids."""
+        """Return whether the shard is the whole vocabulary, so that its columns are token ids."""
         return not self.has_other_ranks and len(self.parts) == 1
 
     @property
     def first_token(self) -> int:
-        """The token id of the first column of a shard that is one part."""
+        """Return the token id of the first column of a shard that is one part."""
         [part] = self.parts
         return part.first_token
 
     def split(self, logits: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """Of logits [rows, columns of the shard], the columns of each part, and the token id of their first."""
+        """Split logits, [T, columns of the shard], into the columns of each part and the token id of the first."""
         return [(logits[:, first : first + num_columns], token) for first, num_columns, token in self.parts]
 
     def gather(self, found: torch.Tensor) -> torch.Tensor:
-        """What each rank has found, [ranks, ...], the same on all of them.
+        """Gather what each rank has found.
+
+        `GroupCoordinator` has an all-gather for NCCL, also in CUDA graphs, and for gloo. Its all-reduce only sums.
 
         Args:
-            found: [...] int64, of one shape on all ranks: `GroupCoordinator` gathers that on NCCL, in CUDA graphs too,
-                and on gloo; its all-reduce only sums.
+            found: [...] int64, of one shape on all ranks.
+
+        Returns:
+            [ranks, ...], the same on all ranks.
         """
         return self._tp_group.all_gather(found[None], dim=0)

@@ -1,4 +1,4 @@
-"""The largest logits over a vocabulary of which each tensor-parallel rank has a part of the columns."""
+"""Largest logits over a vocabulary that is sharded among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang_dflash import ops
 from sglang_dflash.verify.vocab_shard import VocabShard
 
-# Largest values [rows, k] float32, descending; their tokens, [rows, k] int64; and the logarithm of the sum of the
-# exponentials of all values, [rows] float32.
+# Largest logits, [T, k] float32, descending. Their tokens, [T, k] int64. Log-sum-exp of all logits, [T] float32.
 Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class VocabTop:
-    """Each rank reduces its own shard, and ranks exchange what they have found in one all-gather. All of them hold the
-    same numbers afterwards, bit for bit, and so is what each computes of them."""
+    """Finds the k largest logits.
+
+    Each rank reduces its own shard, and ranks exchange their results in one all-gather. All ranks then hold the same
+    numbers, bit for bit.
+    """
 
     def __init__(self, lm_head: VocabParallelEmbedding, tp_group: GroupCoordinator, k: int) -> None:
         """
         Args:
-            lm_head: whose output the logits are.
-            tp_group: the ranks among which it is sharded.
-            k: how many to find; the vocabulary has as many.
+            lm_head: computes the logits.
+            tp_group: ranks that share it.
+            k: logits to find. The vocabulary has at least as many tokens.
         """
         self._k, self._shard = k, VocabShard(lm_head, tp_group)
 
     def __call__(self, logits: torch.Tensor) -> Top:
-        """Of logits [rows, columns of the shard], float32, bfloat16 or float16: the same on every rank."""
+        """Reduce logits, [T, columns of the shard], float32, bfloat16 or float16, to the same result on every rank."""
         tops = [self._of_part(columns, first_token) for columns, first_token in self._shard.split(logits)]
         return self._across_ranks(self._merge(tops or [_nothing(logits)]))
 
     def of_one_part(self, values: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor) -> Top:
-        """The same, where this rank's shard is one part of the vocabulary, of its k best logits, their columns and the
-        sums."""
+        """Reduce the k best logits, [T, k], of a shard that is one part, their columns and log-sum-exps."""
         first_token = self._shard.first_token
         return self._across_ranks((values, columns + first_token if first_token else columns, log_sums))
 
@@ -55,7 +56,7 @@ class VocabTop:
         values, tokens = (torch.cat(parts, dim=1) for parts in zip(*((v, t) for v, t, _ in tops), strict=True))
         log_sums = torch.stack([log_sum for _, _, log_sum in tops]).logsumexp(dim=0)
         missing = max(0, self._k - values.shape[1])
-        # Of a rank whose shard is smaller.
+        # The shard has fewer tokens.
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
         tokens = torch.nn.functional.pad(tokens, (0, missing))
         best, places, _ = ops.top_columns(values, self._k)
@@ -63,14 +64,14 @@ class VocabTop:
 
 
 def _nothing(logits: torch.Tensor) -> Top:
-    """Of a rank that a small vocabulary does not reach."""
+    """Return the result of a rank that has no token of a small vocabulary."""
     rows = logits.shape[0]
     values = torch.empty((rows, 0), device=logits.device)
     return values, values.to(torch.int64), torch.full((rows,), -torch.inf, device=logits.device)
 
 
 def _pack(values: torch.Tensor, tokens: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 k + 1] int64, as :meth:`VocabShard.gather` wants it."""
+    """Return a result as [T, 2 k + 1] int64, for :meth:`VocabShard.gather`."""
     return torch.cat((values.view(torch.int32), tokens, log_sums.view(torch.int32)[:, None]), dim=1)
 
 
