@@ -1,1 +1,1 @@
-"""How attention backends are told of blocks."""
+"""Attention of blocks and trees in SGLang's attention backends."""

@@ -1,8 +1,10 @@
-"""FA3's attention of blocks, without what every layer does again.
+"""FA3's attention of blocks, without work that every layer would repeat.
 
-SGLang calls FA3 for each layer with the queries copied into a tensor of their own, and without a schedule, so that each
-call launches a kernel that computes one. FA3 reads queries where the projection has put them, and layers whose masks
-are the same have the same schedule: it depends on lengths alone.
+SGLang copies the queries of each layer, and passes no schedule, so that each call launches a kernel that computes one.
+FA3 can read queries from the projection's output. A schedule depends on lengths and masks only, so layers with the same
+mask share one.
+
+Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dflash.hooks import Hook
 
-# Of the cycle that is being recorded, by what they depend on. A plain global: forwards of a process run one at a time.
+# Schedules of the cycle that is being recorded, by what they depend on. Forwards of a process run one at a time.
 _schedules: dict[tuple, torch.Tensor] | None = None
 
 
 @contextmanager
 def shared_schedules() -> Iterator[None]:
-    """While this is active, backends keep the lengths that they have when their first layer attends."""
+    """Share schedules among layers inside the `with` block, in which lengths must not change."""
     global _schedules
     _schedules = {}
     try:
@@ -80,7 +82,7 @@ def _schedule(backend, layer: RadixAttention, causal: bool, window: tuple[int, i
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
     key = (metadata.cache_seqlens_int32.data_ptr(), *heads, causal, window, layer.logit_cap > 0)
     if key not in _schedules:
-        # The same arguments as those of the attention, so that both choose the same number of splits.
+        # With the arguments of the attention, both choose the same number of splits.
         _schedules[key] = backend._get_scheduler_metadata(
             batch_size=metadata.cache_seqlens_int32.shape[0],
             max_seqlen_q=metadata.max_seq_len_q,
@@ -106,13 +108,13 @@ def _is_sliding(layer: RadixAttention) -> bool:
 
 
 def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch, options: dict) -> bool:
-    """Whether this is attention of blocks over KV in the model's dtype, with nothing that `attend` does not know."""
+    """Return whether this is attention of blocks over KV in the model's dtype, without options unknown to `attend`."""
     return (
         forward_batch.forward_mode.is_target_verify()
         and all(option is None or option is False for option in options.values())
         and backend.fa_impl_ver == 3
         and backend.kv_cache_dtype == q.dtype
-        # SGLang hands scales to FA3 wherever the KV's dtype was named, be it the model's.
+        # SGLang passes scales to FA3 wherever a flag names the KV's dtype, even the model's.
         and (backend.kv_cache_dtype_str == "auto" or layer.k_scale is None)
         and not backend.use_mla
         and backend.local_attn_builder is None

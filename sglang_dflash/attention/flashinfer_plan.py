@@ -1,17 +1,18 @@
-"""FlashInfer's plan of a batch of blocks, made inside the CUDA graph.
+"""FlashInfer's plan of a batch of blocks, computed inside the CUDA graph.
 
-FlashInfer plans on the host: it reads the lengths of all requests, which waits for the GPU, splits their KV among
-thread blocks, and copies that to the GPU. The GPU knows the lengths, and can do it alone: no cycle waits for the one
-before. The split must be FlashInfer's own to the last entry, as its kernel derives part of it again, so both are
-compared when the graph is captured.
+FlashInfer plans on the host. It reads the lengths of all requests, which waits for the GPU, splits their KV among
+thread blocks, and copies the split to the GPU. Here the GPU computes the split, so that no cycle waits for the one
+before. FlashInfer's kernel derives a part of the split again, so ours must be equal in every entry. Both are compared
+when the graph is captured.
 
-For a CUDA graph FlashInfer also expects the batch's rows to belong to any of its requests, unless it is told that all
-have the same number (`uniform_q_len`), for which SGLang has no option. All blocks do, so that the tiles of the captured
-kernel need be no larger than a block, and every row belongs to one.
+In a CUDA graph FlashInfer assumes that any row may belong to any request, unless `uniform_q_len` says that all requests
+have the same number of rows. SGLang has no option for it. With it, a tile needs no more rows than a block.
 
-With `--enable-deterministic-inference` no KV is split: the chunks that FlashInfer chooses, and with them how the sums
-of a row round, depend on all lengths of a batch. SGLang does the same for plain decoding in graphs
-(`disable_cuda_graph_kv_split`). The plan then depends on the number of blocks alone, and is made once.
+With `--enable-deterministic-inference` no KV is split. FlashInfer's chunks depend on all lengths of a batch, and the
+order of a row's sums depends on the chunks. SGLang does the same for plain decoding in graphs
+(`disable_cuda_graph_kv_split`). The plan then depends on the number of blocks only, and is computed once.
+
+Shapes: bs requests, B tokens of a block.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _PLAN_INFO = (
     "enable_cuda_graph",
     "split_kv",
 )
-# `PrefillPlanImpl`, in the same file, plans for so many thread blocks on each multiprocessor.
+# Thread blocks on each multiprocessor that `PrefillPlanImpl`, in the same file, plans for.
 _BLOCKS_PER_SM = 2
 _INT32_BYTES = 4
 
 
 def _leave_output_unfilled(wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper) -> None:
-    """FlashInfer clears its output first, for rows that belong to no request. Called again, this changes nothing."""
+    """Keep FlashInfer from clearing its output first. It does so for rows that belong to no request; here all do."""
     run = partial(type(wrapper).run, wrapper)
 
     def run_into_empty(q: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], **options) -> torch.Tensor:
@@ -62,16 +63,16 @@ def _leave_output_unfilled(wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapp
 
 
 class FlashInferPlan:
-    """A :class:`sglang_dflash.attention.plan.BlockPlan`.
+    """FlashInfer's :class:`sglang_dflash.attention.plan.BlockPlan`.
 
-    A backend has one wrapper for its full layers and, before it, one for its sliding layers, if it has any.
+    A backend has one wrapper for its full layers and, if it has sliding layers, another one before it for them.
     """
 
     needs_host_lens = False
 
     def __init__(self, backend: FlashInferAttnBackend, block_size: int) -> None:
         updater = backend.indices_updater_prefill
-        # Others are of `--enable-unified-memory`, which is refused: `req_to_token` has the slots themselves.
+        # Without `--enable-unified-memory`, which is refused, `req_to_token` has the slots themselves.
         assert not backend.kv_index_translator.is_translating
         self._backend, self._updater, self._block_size = backend, updater, block_size
         self._splits_kv = not backend.enable_deterministic
@@ -126,7 +127,7 @@ class FlashInferPlan:
         pass
 
     def _split(self, i: int, seq_lens: torch.Tensor) -> KVSplit:
-        """Plan wrapper `i` for contexts of `seq_lens`, [bs] int64."""
+        """Split the KV of wrapper `i` on the GPU, for contexts of `seq_lens`, [bs] int64."""
         updater, bs = self._updater, seq_lens.shape[0]
         wrapper = self._backend.prefill_cuda_graph_metadata[bs][i]
         info = dict(zip(_PLAN_INFO, wrapper._plan_info, strict=True))
@@ -158,24 +159,29 @@ class FlashInferPlan:
         return split
 
     def _check(self, i: int, bs: int) -> None:
-        """Raise :class:`ConfigError` unless FlashInfer, asked for contexts of many lengths, plans as `_split` does."""
+        """Raise :class:`ConfigError` unless FlashInfer's split of contexts of many lengths equals `_split`'s."""
         longest = self._req_to_token.shape[1] - self._block_size
         seq_lens = [1 + 7919 * request % longest for request in range(bs)]
         self._plan_on_host(i, seq_lens)
         workspace = self._backend.prefill_cuda_graph_metadata[bs][i]._int_workspace_buffer
         theirs = workspace.clone()
         split = self._split(i, torch.tensor(seq_lens, device=workspace.device))
-        # What is not written is as before, so the whole workspace must have stayed the same.
+        # Entries that are not written keep their values, so the whole workspace must be equal.
         if not torch.equal(workspace, theirs):
             raise ConfigError(
-                f"FlashInfer {flashinfer.__version__} splits the KV of {bs} blocks otherwise than sglang-dflash, in "
-                f"chunks that are not of {int(split.kv_chunk_size)}: choose another --attention-backend and "
-                "--speculative-draft-attention-backend, or the FlashInfer that SGLang asks for."
+                f"FlashInfer {flashinfer.__version__} does not split the KV of {bs} blocks as sglang-dflash does, in "
+                f"chunks of {int(split.kv_chunk_size)}: choose another --attention-backend and "
+                "--speculative-draft-attention-backend, or install the FlashInfer that SGLang requires."
             )
 
     def _plan_on_host(self, i: int, seq_lens: list[int]) -> None:
-        """Plan wrapper `i` as its `plan` does, which SGLang has called for the same blocks without a context, but for
-        contexts of `seq_lens` and tiles of one block's rows."""
+        """Plan wrapper `i` as its `plan` does, with tiles of one block's rows.
+
+        SGLang has called `plan` for the same blocks without a context.
+
+        Args:
+            seq_lens: the context of each block.
+        """
         updater, block_size, window = self._updater, self._block_size, self._windows[i]
         bs = len(seq_lens)
         wrapper = self._backend.prefill_cuda_graph_metadata[bs][i]

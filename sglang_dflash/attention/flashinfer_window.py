@@ -1,13 +1,13 @@
-"""How SGLang plans blocks under FlashInfer, the target's and the drafter's: exact windows, and one split of the KV.
+"""Corrections of SGLang's FlashInfer plans of blocks: exact windows, and KV that is not split.
 
-SGLang plans a verified block's sliding layers without a window: it leaves out the keys that no row of the block
-may see, but FlashInfer's kernel then has no mask for those that only its first rows may see, and row j attends to up to
-j keys too many (`FlashInferIndicesUpdaterPrefill.update_sliding_window`). Planned with the window, as SGLang does for
-prompts, the kernel masks every row by its own position. That limits a row to its left; to its right it sees what
-causality leaves it, which in a block is less than a window (`DFlashConfig.check_attention_backend`).
+SGLang plans the sliding layers of a verified block without a window. It leaves out the keys that no row may see, but
+FlashInfer then has no mask for keys that only the first rows may see: row j attends to up to j keys too many
+(`FlashInferIndicesUpdaterPrefill.update_sliding_window`). Planned with the window, as SGLang does for prompts, the
+kernel masks every row by its own position. The window limits a row to its left. To its right causality limits it, and
+a block is narrower than a window there (`DFlashConfig.check_attention_backend`).
 
 With `--enable-deterministic-inference` SGLang fixes how FlashInfer splits the KV of prompts and of plain decoding, but
-not of blocks. It is not split at all, in graphs (`flashinfer_plan.py`) and without.
+not of blocks. Here the KV of blocks is not split, in graphs (`flashinfer_plan.py`) and without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang.srt.speculative.spec_info import SpecInputType
 
 from sglang_dflash.hooks import Hook
 
-# Of a chunk: no KV is longer.
+# Keys of a chunk: no KV is longer.
 _UNSPLIT = 2**31 - 1
 
 

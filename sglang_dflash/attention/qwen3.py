@@ -1,7 +1,9 @@
 """Qwen3's attention of blocks, with q_norm, k_norm, RoPE and the KV write in one launch instead of three.
 
-A block has few rows, so that those launches cost more than what they move. FlashInfer and Triton also copy queries or
-keys and values that are not contiguous, as parts of a projection's output are; here they come out contiguous.
+A block has few rows, so three launches cost more than the memory that they move. FlashInfer and Triton also copy
+queries, keys and values that are not contiguous, as parts of a projection's output are. Here they come out contiguous.
+
+Shapes: T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ def forward(
 
 
 def _obstacle(attention, pool, dtype: torch.dtype) -> str | None:
-    """Why a layer's rows have to go through SGLang's own steps; None if they need not."""
+    """Return why a layer has to use SGLang's own steps, in words; None: it need not."""
     rotary = attention.rotary_emb
     if (
-        # Others turn by something else than one position's row of `cos_sin_cache`.
+        # Other classes do not rotate by one row of `cos_sin_cache` for each position.
         not isinstance(rotary, RotaryEmbedding)
         or (type(rotary).forward_cuda, type(rotary).forward_native)
         != (RotaryEmbedding.forward_cuda, RotaryEmbedding.forward_native)

@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint says about itself, read once into a frozen object, and checked against its target.
+"""Config of a DFlash checkpoint, read once into a frozen object, and checked against its target.
 
 Reads z-lab's `config.json`, a Qwen3 config with `block_size` and `dflash_config`, which `formats.py` makes of every
 checkpoint.
@@ -17,7 +17,7 @@ ARCHITECTURE = "DFlashDraftModel"
 # `speculators_model_type` of a checkpoint in the speculators format.
 SPECULATORS = "dflash"
 
-# The targets with recurrent layers that are served: Gated DeltaNet beside full attention.
+# The targets with recurrent layers that are served: they have Gated DeltaNet and full attention.
 HYBRID_ARCHITECTURES = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
@@ -26,8 +26,8 @@ HYBRID_ARCHITECTURES = (
     "Qwen3NextForCausalLM",
 )
 
-# Attention backends that limit the keys on both sides of a query. The others limit those on its left, and those on its
-# right by causality only.
+# Attention backends whose windows limit the keys on both sides of a query. The windows of others limit its left side,
+# and only causality limits its right side.
 TWO_SIDED_BACKENDS = ("fa3", "torch_native", "triton")
 
 
@@ -37,12 +37,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one drafter layer masks.
+    """Mask of one drafter layer.
 
     Attributes:
-        window: a query at position p sees keys k with |p - k| < window: causally the `window` of them in
-            (p - window, p], else also those in (p, p + window). None is unlimited.
-        causal: whether a block row sees only itself and the rows before it; False is bidirectional inside the block.
+        window: int or None. A query at position p sees keys k with |p - k| < window; None: no limit. A causal layer
+            sees the `window` keys in (p - window, p], another one also those in (p, p + window).
+        causal: bool. Whether a row of a block sees only itself and the rows before it. Otherwise it sees all rows.
     """
 
     window: int | None
@@ -58,19 +58,19 @@ class DFlashConfig:
     """A DFlash drafter as its checkpoint describes it.
 
     Attributes:
-        target_layer_ids: the target layers whose *output* is a context feature, in concatenation order
-            (HF `hidden_states[id + 1]`).
-        num_target_layers: layers of the target that the drafter was trained for; None where the format has no field
-            for it.
-        block_size: rows of one block: the bonus token and `block_size - 1` mask tokens.
-        layers: the mask of every drafter layer.
-        draft_vocab_size: tokens of a drafter that has an lm_head of its own, for a part of the target's vocabulary;
-            None where it drafts with the target's.
-        input_embedding_scale: what the rows of the target's embedding table are multiplied by.
-        output_multiplier, final_logit_softcapping: what logits are multiplied by, and then capped at by a tanh; None if
-            they are not.
+        target_layer_ids: tuple of int. The target layers whose output is a context feature, in the order of
+            concatenation (HF `hidden_states[id + 1]`).
+        num_target_layers: int or None. Layers of the target that the drafter was trained for; None: the format has no
+            such field.
+        block_size: int. Tokens of one block: the bonus token and `block_size - 1` mask tokens.
+        layers: tuple. The mask of every drafter layer.
+        draft_vocab_size: int or None. Tokens of the drafter's own lm_head, for a part of the target's vocabulary; None:
+            it drafts with the target's lm_head.
+        input_embedding_scale: float. Factor of the rows of the target's embedding table.
+        output_multiplier: float. Factor of the logits.
+        final_logit_softcapping: float or None. Cap c of c * tanh(x / c) on the multiplied logits x; None: no cap.
         rope_type: "default", "linear", "yarn" or "llama3".
-        is_speculators: in the speculators format, else in z-lab's.
+        is_speculators: bool. Whether the checkpoint is in the speculators format. Otherwise it is in z-lab's.
     """
 
     path: str
@@ -97,12 +97,12 @@ class DFlashConfig:
 
     @property
     def window(self) -> int | None:
-        """The one window size of the sliding layers, or None if every layer is full."""
+        """Return the window size of the sliding layers; None: every layer is full."""
         windows = {layer.window for layer in self.layers if layer.window is not None}
         return windows.pop() if windows else None
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
-        """Bytes of one token's keys and values in all layers, on one of `tp_size` ranks.
+        """Return the bytes of one token's keys and values in all layers, on one of `tp_size` ranks.
 
         Args:
             itemsize: bytes of one number of the KV pool.
@@ -113,14 +113,14 @@ class DFlashConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], path: str) -> DFlashConfig:
-        """Read z-lab's fields, settled by :func:`formats.to_qwen3_config`.
+        """Read z-lab's fields, as :func:`formats.to_qwen3_config` makes them.
 
         Args:
             config: the fields.
-            path: where they came from, for messages.
+            path: of the checkpoint, for messages.
 
         Raises:
-            ConfigError: a field is missing or makes no sense.
+            ConfigError: a field is missing or makes no sense; names it and its value.
         """
         read = _Reader(config, path)
         is_speculators = config.get("speculators_model_type") == SPECULATORS
@@ -131,7 +131,7 @@ class DFlashConfig:
         target_hidden_size = config.get("target_hidden_size")
         if target_hidden_size not in (None, hidden_size):
             raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
-        # What related drafters compute, and this one does not.
+        # Related drafters have them; this package does not compute them.
         for field, off in (("attention_sink_bias", False), ("attention_value_scale", 1), ("conv_kernel_size", 0)):
             if read.get(field) not in (None, off):
                 raise read.error(field, read.get(field), f"{json.dumps(off)} or nothing")
@@ -154,7 +154,7 @@ class DFlashConfig:
             output_multiplier=read.positive_number("output_multiplier", default=1.0),
             final_logit_softcapping=read.positive_number("final_logit_softcapping", default=None),
             rope_type=config["rope_parameters"]["rope_type"],
-            # SGLang's name of it comes and goes.
+            # SGLang adds and removes this name.
             rope_parameters={name: value for name, value in config["rope_parameters"].items() if name != "type"},
             rms_norm_eps=read.positive_number("rms_norm_eps", default=None),
             is_speculators=is_speculators,
@@ -166,7 +166,7 @@ class DFlashConfig:
             raise ConfigError(mismatch)
 
     def mismatches(self, target: TargetFacts) -> list[str]:
-        """A sentence for every field that does not fit the target."""
+        """Return a sentence for every field that does not fit the target."""
         where = f"drafter {self.path}"
         found = []
         if target.is_recurrent and target.architecture not in HYBRID_ARCHITECTURES:
@@ -190,7 +190,7 @@ class DFlashConfig:
                 f"num_target_layers={self.num_target_layers} of {where} does not fit the target {target.path}, "
                 f"which has num_hidden_layers={target.num_layers}."
             )
-        # SGLang captures the input of layer id + 1, so the output of the last layer is out of its reach.
+        # SGLang captures the input of layer id + 1, so it cannot capture the output of the last layer.
         bad = [i for i in self.target_layer_ids if not 0 <= i < target.num_layers - 1]
         if bad:
             # As the checkpoint writes them.
@@ -212,8 +212,8 @@ class DFlashConfig:
 
         Args:
             backend: of the drafter.
-            block_size: rows of a served block. None of them is further to the right of another than that.
-            choices: the backends that the device offers.
+            block_size: tokens of a served block, the largest distance of two of them.
+            choices: the backends that the device has.
         """
         if backend in TWO_SIDED_BACKENDS:
             return
@@ -239,10 +239,10 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a drafter must agree with.
+    """Facts about a target that its drafter must agree with.
 
     Attributes:
-        is_recurrent: some layers keep a state instead of KV.
+        is_recurrent: bool. Whether some layers keep a state instead of KV.
     """
 
     path: str
@@ -254,10 +254,10 @@ class TargetFacts:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], path: str) -> TargetFacts:
-        """Read a target's `config.json`; multimodal ones keep the language model in `text_config`.
+        """Read a target's `config.json`. Multimodal targets describe their language model in `text_config`.
 
         Raises:
-            ConfigError: it does not say how large the target is.
+            ConfigError: a field that gives the target's size is missing.
         """
         text = config.get("text_config") or config
         if not isinstance(text, dict):
@@ -279,7 +279,7 @@ class TargetFacts:
 
 
 class _Reader:
-    """Fields of a config; newer checkpoints keep DFlash's own inside `dflash_config`, older ones beside it."""
+    """Fields of a config. Newer checkpoints keep DFlash's own inside `dflash_config`, older ones next to it."""
 
     def __init__(self, config: dict[str, Any], path: str):
         self.config = config
@@ -346,7 +346,7 @@ class _Reader:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise self.error("layer_types", kinds, f"one entry for each of {num_layers} layers")
         is_causal = self.get("is_causal")
-        # 0 equals False, and would not be taken for it.
+        # 0 equals False, but is not a bool.
         if is_causal is not None and not isinstance(is_causal, bool):
             raise self.error("is_causal", is_causal, "true, false or nothing")
         return tuple(self._layer(kind, is_causal) for kind in kinds)
@@ -356,7 +356,7 @@ class _Reader:
             return LayerAttention(window=None, causal=bool(is_causal))
         if kind == "sliding_attention":
             window = self.config.get("sliding_window")
-            # SGLang counts the keys beside the query, and takes 0 for no window (`RadixAttention`).
+            # SGLang counts the keys without the query, and takes 0 for no window (`RadixAttention`).
             if not _is_int(window) or not 2 <= window < 2**31:
                 raise self.error("sliding_window", window, "2 or more, below 2**31, as layer_types has sliding layers")
             return LayerAttention(window=window, causal=is_causal is not False)
@@ -378,7 +378,7 @@ def _is_ascending(ids: object) -> bool:
 
 
 def default_target_layer_ids(num_ids: int, num_target_layers: int) -> list[int]:
-    """Evenly spaced layers, as z-lab's reference picks them where a checkpoint names none."""
+    """Return evenly spaced layers, as z-lab's reference does where a checkpoint names none."""
     if num_ids == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
@@ -386,8 +386,10 @@ def default_target_layer_ids(num_ids: int, num_target_layers: int) -> list[int]:
 
 
 def check_checkpoint_path(path: str | None) -> None:
-    """Raise :class:`ConfigError` where `--speculative-draft-model-path` can be seen to lead nowhere, or to more than
-    tensors and a config."""
+    """Raise :class:`ConfigError` for a missing flag, a folder without a config, and one with a mask embedding.
+
+    Repositories of the hub are checked when their config is read.
+    """
     if not path:
         raise ConfigError(
             "--speculative-algorithm DFLASH needs a drafter: set --speculative-draft-model-path to a DFlash checkpoint."
@@ -402,26 +404,26 @@ def check_checkpoint_path(path: str | None) -> None:
         )
 
 
-# Bits of the masks that say which nodes see each other.
+# Nodes of a tree: the ancestors of a node are bits of an int64.
 MAX_NODES = 64
-# Smaller trees are chains, next to.
+# A smaller tree is hardly different from a chain.
 MIN_NODES = 4
-# Of a row; the probabilities that are left for more make no path that is worth a node.
+# Candidates of a position: less probable tokens make no path that is worth a node.
 MAX_CANDIDATES = 16
-# Where trees are verified though nobody asked for them: as good as more for greedy requests.
+# Candidates without a flag: for greedy requests more are no better.
 DEFAULT_CANDIDATES = 8
 
 
 def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> tuple[int, int]:
-    """The block size of the drafter's forward and the nodes of a tree, `--speculative-eagle-topk` being above 1.
+    """Return the block size and the nodes of a tree, where `--speculative-eagle-topk` is above 1.
 
     Args:
         trained: `block_size` of the checkpoint.
-        dflash_block_size: `--speculative-dflash-block-size`, at most that; None: that.
-        num_draft_tokens: `--speculative-num-draft-tokens`, nodes, the bonus token among them; None: the block size.
+        dflash_block_size: `--speculative-dflash-block-size`; None: as trained.
+        num_draft_tokens: `--speculative-num-draft-tokens`, the nodes with the bonus token; None: the block size.
 
     Raises:
-        ConfigError: a number that the drafter, or a tree, cannot have.
+        ConfigError: the drafter or a tree cannot have that size; names the flag and its value.
     """
     block_size = resolve_block_size(trained, dflash_block_size, None)
     num_nodes = block_size if num_draft_tokens is None else int(num_draft_tokens)
@@ -439,7 +441,7 @@ def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: 
 
 
 def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> int:
-    """The block size to serve with.
+    """Return the block size of a server that verifies chains.
 
     Args:
         trained: `block_size` of the checkpoint.
@@ -447,7 +449,7 @@ def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_to
         num_draft_tokens: `--speculative-num-draft-tokens`, SGLang's general name of the same number.
 
     Raises:
-        ConfigError: the flags contradict each other, or ask for a block the drafter was not trained for.
+        ConfigError: the flags contradict each other, or ask for a block that the drafter was not trained for.
     """
     flags = {
         "--speculative-dflash-block-size": dflash_block_size,

@@ -1,4 +1,4 @@
-"""Every checkpoint format in, one `config.json` out: z-lab's, with nothing left for transformers to guess.
+"""Conversion of every checkpoint format to z-lab's `config.json`, in which transformers has nothing to guess.
 
 Formats:
     z-lab (https://github.com/z-lab/dflash): a Qwen3 config with `dflash_config`. Older checkpoints keep `block_size`,
@@ -19,14 +19,14 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
 from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError, is_positive_number
 
-# Drafters related to DFlash that it cannot stand for, and the words by which their configs tell.
+# Related drafters that are not served, and the words in their configs that identify them.
 _OTHER_DRAFTERS = {
     "DFlash2": ("dflash2", "selector_rank"),
     "Domino": ("domino",),
     "DSpark": ("dspark", "markov_rank"),
     "LiLiCoRR": ("lilicorr",),
 }
-# The kinds of RoPE whose angles depend on the position alone, which is what the context's keys are rotated by.
+# Kinds of RoPE whose angles depend on the position only.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -61,7 +61,7 @@ def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def is_dflash(raw: dict[str, Any]) -> bool:
-    """Whether a `config.json` is that of a DFlash drafter, in any format, and of no other drafter."""
+    """Return whether a `config.json` is that of a DFlash drafter, in any format, and of no other drafter."""
     if _other_drafter(raw) is not None:
         return False
     if "speculators_model_type" in raw:
@@ -91,18 +91,18 @@ def refuse_others(raw: dict[str, Any], path: str) -> None:
 
 
 def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
-    """The drafter's config as SGLang's Qwen3 layers and :meth:`DFlashConfig.from_dict` read it.
+    """Return the drafter's config as SGLang's Qwen3 layers and :meth:`DFlashConfig.from_dict` read it.
 
     Args:
-        raw: the parsed `config.json`, for which :func:`is_dflash`.
-        path: where it came from.
+        raw: the parsed `config.json` of a DFlash drafter, see :func:`is_dflash`.
+        path: of the checkpoint, for messages.
 
     Raises:
         ConfigError: a field makes no sense.
     """
     fields = _from_speculators(raw, path) if "speculators_model_type" in raw else dict(raw)
     _settle_windows(fields, path)
-    # Whatever the config calls itself, the layers are Qwen3's; its own class knows the defaults it leaves out.
+    # The layers are Qwen3's for every `model_type`. The class of that type knows the defaults of missing fields.
     model_type = fields.get("model_type") or Qwen3Config.model_type
     _check_fields(fields, path)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -120,7 +120,7 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
 
 
 def _check_fields(fields: dict[str, Any], path: str) -> None:
-    """Raise :class:`ConfigError` for what transformers takes as it is and SGLang fails at, or serves otherwise."""
+    """Raise :class:`ConfigError` for a field that transformers accepts and SGLang fails at, or ignores."""
     for name in ("dtype", "torch_dtype"):
         value = fields.get(name)
         known = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
@@ -134,8 +134,11 @@ def _check_fields(fields: dict[str, Any], path: str) -> None:
 
 
 def check_overridden(config: PretrainedConfig, path: str) -> None:
-    """Raise :class:`ConfigError` unless a drafter's config still has a class and a RoPE that are served, after the user
-    has replaced fields of what :func:`to_qwen3_config` made of it."""
+    """Check the class and the RoPE of a drafter's config after `--json-model-override-args` has changed fields of it.
+
+    Raises:
+        ConfigError: they are not served any more.
+    """
     if ARCHITECTURE not in (config.architectures or []):
         raise _error("architectures", config.architectures, [ARCHITECTURE], path)
     if not config.rope_parameters:
@@ -146,7 +149,7 @@ def check_overridden(config: PretrainedConfig, path: str) -> None:
 def parse_drafter(
     original, parser, model, trust_remote_code: bool, revision: str | None = None, **kwargs
 ) -> PretrainedConfig:
-    """AROUND `HfModelConfigParser.parse`, which every part of SGLang that opens a checkpoint goes through."""
+    """AROUND `HfModelConfigParser.parse`, by which every part of SGLang opens a checkpoint."""
     raw, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
     if not isinstance(raw, dict) or not is_dflash(raw):
         return original(parser, model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
@@ -170,7 +173,7 @@ def _other_drafter(raw: dict[str, Any]) -> str | None:
 
 
 def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """z-lab's fields of a speculators config."""
+    """Return z-lab's fields of a speculators config."""
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise _error("transformer_layer_config", layers, "the config of the drafter's layers", path)
@@ -189,7 +192,7 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
         "block_size": raw.get("block_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "target_hidden_size": raw.get("target_hidden_size"),
-        # Full layers are bidirectional either way.
+        # Full layers are bidirectional in any case.
         "is_causal": False if is_two_sided else None,
         "dflash_config": {
             "mask_token_id": raw.get("mask_token_id"),
@@ -200,10 +203,10 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _settle_windows(fields: dict[str, Any], path: str) -> None:
-    """Say outright which layers slide.
+    """Set `layer_types` and `use_sliding_window`, so that transformers keeps the windows that the config means.
 
-    transformers drops `sliding_window` unless `use_sliding_window` is true; a DFlash config may name its sliding layers
-    and nothing else, or call the switch `use_swa`.
+    transformers drops `sliding_window` unless `use_sliding_window` is true. A DFlash config may have `layer_types`
+    without that switch, or call the switch `use_swa`.
     """
     dflash = fields["dflash_config"]
     switches = {
@@ -220,7 +223,7 @@ def _settle_windows(fields: dict[str, Any], path: str) -> None:
     for name in ("layer_types", "sliding_window", "max_window_layers"):
         if dflash.get(name) is not None:
             fields[name] = dflash[name]
-    # Or it would be 4096.
+    # transformers' default is 4096.
     fields.setdefault("sliding_window", None)
     if False in switches.values():
         fields |= {"use_sliding_window": False, "layer_types": None}

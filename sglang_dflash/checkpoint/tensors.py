@@ -1,5 +1,4 @@
-"""The tensors of a DFlash checkpoint: which there must be, which there may be, which there are, and what is wrong with
-those.
+"""Tensors of a DFlash checkpoint: required ones, optional ones, and a check of those that are there.
 
 Shapes: H hidden size, D head dimension, V the target's vocabulary, v the drafter's own if it has one.
 """
@@ -23,17 +22,18 @@ Shape = tuple[int, ...]
 
 _WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
-# As headers of safetensors files call them; others are named as they are there.
+# Names of dtypes in headers of safetensors files. Others keep their names.
 _HEADER_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 _HEADER_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
 
 
 class Tensor(NamedTuple):
-    """What a checkpoint says of one of its tensors.
+    """A tensor in the header of a checkpoint.
 
     Attributes:
-        name: in the checkpoint.
-        dtype: as torch calls it, `torch.` left out.
+        name: str. Its name in the checkpoint.
+        shape: tuple of int.
+        dtype: str. torch's name of the dtype, without `torch.`.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Tensor(NamedTuple):
 
 
 def checkpoint_name(name: str) -> str:
-    """A tensor's name as this package knows it; some checkpoints put the drafter under `model.`."""
+    """Return a tensor's name without `model.`, which some checkpoints put before it."""
     return name.removeprefix("model.")
 
 
 def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint with this config must have."""
+    """Return name and shape of every tensor that a checkpoint with this config must have."""
     hidden, head = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
     expected = {
@@ -79,10 +79,10 @@ def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
 
 
 def spare_tensors(config: DFlashConfig) -> dict[str, Shape]:
-    """Name and shape of the tensors that a checkpoint may have and that are not loaded.
+    """Return name and shape of the tensors that a checkpoint may have and that are not loaded.
 
-    A speculators checkpoint may carry frozen copies of the target's embedding, lm_head and norm, which its own library
-    takes from the target as well.
+    A speculators checkpoint may have frozen copies of the target's embedding, lm_head and norm. Its own library takes
+    them from the target, too.
     """
     if not config.is_speculators:
         return {}
@@ -99,11 +99,7 @@ def spare_tensors(config: DFlashConfig) -> dict[str, Shape]:
 
 
 def tensor_problems(config: DFlashConfig, found: Iterable[Tensor]) -> list[str]:
-    """What is wrong with a checkpoint's tensors.
-
-    Returns:
-        a phrase for every unexpected, wrongly shaped, quantised, repeated or missing tensor.
-    """
+    """Return a phrase for every unexpected, wrongly shaped, quantised, repeated or missing tensor of a checkpoint."""
     expected, spare = expected_tensors(config), spare_tensors(config)
     problems, seen = [], {}
     for tensor in found:
@@ -130,15 +126,15 @@ def check_tensors(config: DFlashConfig, found: Iterable[Tensor]) -> None:
 
 
 def _dtypes(name: str) -> tuple[str, ...]:
-    """Those that a tensor which is read may have."""
+    """Return the dtypes that a loaded tensor may have."""
     return {"d2t": _INTEGERS, "t2d": ("bool", *_INTEGERS)}.get(name, _WEIGHTS)
 
 
 def safetensors_files(folder: str) -> list[Path]:
-    """The files of a checkpoint that SGLang loads: those of its index, or all.
+    """Return the files of a checkpoint that SGLang loads: those of its index, or all.
 
     Raises:
-        ConfigError: the index is none.
+        ConfigError: the index cannot be read.
     """
     index = Path(folder, "model.safetensors.index.json")
     if not index.is_file():
@@ -150,7 +146,7 @@ def safetensors_files(folder: str) -> list[Path]:
 
 
 def read_headers(path: str) -> list[Tensor]:
-    """Every tensor of a checkpoint, from the headers of its safetensors files.
+    """Return every tensor of a checkpoint, from the headers of its safetensors files.
 
     Args:
         path: a folder, or a repository of the Hugging Face hub.
@@ -183,17 +179,17 @@ def _tensor(name: str, shape: Iterable[int], dtype: str) -> Tensor:
 
 
 def draft_to_target(d2t: torch.Tensor, t2d: torch.Tensor | None, config: DFlashConfig) -> torch.Tensor:
-    """The target's token for each of the drafter's.
+    """Return the target's token for each of the drafter's.
 
     Args:
-        d2t: [v] integer, what to add to a draft token to get the target's (the convention of EAGLE-3 and speculators).
-        t2d: [V] bool, the target's tokens that the drafter has; None if the checkpoint does not say.
+        d2t: [v] integer. Differences from a draft token to the target's, the convention of EAGLE-3 and speculators.
+        t2d: [V] bool. The target's tokens that the drafter has; None: the checkpoint has no such tensor.
 
     Returns:
         [v] int64, ascending.
 
     Raises:
-        ConfigError: they are no such mapping.
+        ConfigError: the tensors are no such mapping.
     """
     tokens = torch.arange(len(d2t), device=d2t.device) + d2t.to(torch.int64)
     is_ascending = bool((tokens[1:] > tokens[:-1]).all())

@@ -1,16 +1,16 @@
-"""Attention of drafted trees: the KV of a request is read once per tile of query rows, by as many thread blocks as its
-share of the batch's KV asks for.
+"""Attention of drafted trees.
 
 A tile's rows are pairs of a node and a query head of one KV head, so that few nodes fill a tensor core's tile. Tiles of
-keys that are context only need no mask; those that reach the nodes are masked by the bits of ancestors.
+keys that are context only need no mask. Tiles that reach the nodes are masked by the bits of ancestors.
 
-The keys of all requests are divided into chunks of about one size by a launch of its own (`divide_keys`), on the GPU,
-which alone knows how long requests are: a CUDA graph holds both launches, and the layers of a forward share the first.
-So a long request among short ones takes no longer than its part of all keys. A request of one chunk is done with it;
-the chunks of others leave parts that are merged. Rounding depends on the chunks, and with them on the whole batch.
+A launch of its own (`divide_keys`) divides the keys of all requests into chunks of about one size. It runs on the GPU,
+because only the GPU knows the lengths of requests. A CUDA graph holds both launches, and the layers of a forward share
+the first one. So a long request among short ones takes no longer than its share of all keys.
 
-A part has as many bytes as dozens of keys. Where requests alone nearly keep the GPU busy, only long ones are divided,
-and who ends last of a request's chunks merges all. Otherwise there are many chunks, and a launch that merges them.
+A request of one chunk needs no more work. The chunks of other requests leave partial results, which are merged.
+Rounding depends on the chunks, and so on the whole batch. A partial result has as many bytes as dozens of keys. In a
+batch that nearly keeps the GPU busy only long requests are divided, and the thread block that ends last merges them.
+In a small batch there are many chunks, and one more launch that merges them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from sglang_dflash.types import KeyChunks
 MAX_NODES = 64
 # A tensor core's smallest tile, of rows and of what is summed over.
 _MIN_ROWS, _MIN_COLUMNS = 16, 16
-# Thread blocks that keep a multiprocessor busy.
+# Thread blocks per multiprocessor that keep it busy.
 _BLOCKS_PER_PROCESSOR = 2
-# One for so many multiprocessors, and requests alone nearly keep them busy.
+# Requests nearly keep the GPU busy if they have one thread block for this many multiprocessors.
 _MANY = 3
-# Of `KeyChunks.chunks`.
+# Columns of `KeyChunks.chunks`.
 _CHUNK_COLUMNS = 6
-# Keys that a chunk has at least, but for rounding: where few requests, and where many are under way.
+# Fewest keys of a chunk, up to rounding, in small batches and in batches that nearly keep the GPU busy.
 _MIN_CHUNK_OF_FEW, _MIN_CHUNK_OF_MANY = 96, 768
-# Numbers of the parts that whoever ends last has in shared memory, on their way, while it merges others.
+# Numbers of partial results that a merging thread block loads into shared memory ahead.
 _NUMBERS_UNDER_WAY = 16384
-# Numbers that a thread block merges at a time, at most so many columns and chunks of them.
+# Numbers that a thread block merges at a time, and the most columns and chunks of them.
 _MERGED, _MERGED_COLUMNS, _MERGED_CHUNKS, _MERGE_WARPS = 4096, 128, 32, 4
-# Thread blocks that merge, if these have no more rows each than that: most find nothing to do.
+# Thread blocks that merge, and the most rows of each. Most of these blocks find nothing to do.
 _MERGE_BLOCKS, _MAX_MERGED_ROWS = 2048, 8
 
 
@@ -55,13 +55,13 @@ SHARED_MEMORY = 227 * 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread block holds at a time.
+    """Work of a thread block in one step.
 
     Attributes:
-        rows: pairs of a node and a head; a power of two.
-        keys: of a step; a power of two.
-        warps: of the thread block.
-        stages: steps whose loads and products are under way at a time.
+        rows: int, a power of two. Pairs of a node and a head.
+        keys: int, a power of two. Keys of the step.
+        warps: int. Warps of the thread block.
+        stages: int. Steps whose loads and products are in flight at a time.
     """
 
     rows: int
@@ -78,22 +78,22 @@ _TILES = {
     1280: Tile(rows=64, keys=32, warps=8),
     math.inf: Tile(rows=16, keys=16, warps=8),
 }
-# Products of float32 numbers take no tensor cores, and many registers: few rows, and all the warps.
+# Rows of float32: products take no tensor cores, and many registers.
 _FLOAT32_ROWS = 16
-# Of other dtypes, four warps have registers for so many logits of a step and numbers of the output together.
+# Most logits of a step and numbers of the output, together, for which four warps have registers.
 _FEW_NUMBERS = 12288
 
 
 @triton.jit
 def _load_rows(start, FIRST: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, is_row):
-    """COLUMNS from FIRST on of rows of SIZE numbers that begin at `start`; zeros where there are none."""
+    """Load COLUMNS numbers from FIRST on, of rows of SIZE numbers that begin at `start`; zeros after the end."""
     column = FIRST + tl.arange(0, COLUMNS)
     return tl.load(start[:, None] + column[None, :], mask=is_row[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def _to_dtype(numbers, DTYPE: tl.constexpr, IS_E4M3_BYTES: tl.constexpr):
-    """Loaded keys or values in the dtype in which they are multiplied."""
+    """Convert loaded keys or values to the dtype in which they are multiplied."""
     if IS_E4M3_BYTES:
         numbers = decode_e4m3(numbers)
     return numbers.to(DTYPE)
@@ -101,7 +101,7 @@ def _to_dtype(numbers, DTYPE: tl.constexpr, IS_E4M3_BYTES: tl.constexpr):
 
 @triton.jit
 def _finite(highest):
-    """What logits are relative to: for rows that have seen nothing yet, too."""
+    """Return a finite number to subtract from logits, also for rows that have seen no key yet."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -139,10 +139,10 @@ def _attend(
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Go through the keys from `begin` to `end`.
+    """Attend to the keys from `begin` to `end`.
 
-    Logits are to the base 2. The state of a row: its `highest` logit, the `weight` of all keys relative to it, and the
-    `total` of values weighted so.
+    Logits are to the base 2. The state of a row is its `highest` logit, the `weight` of all keys relative to it, and
+    the `total` of the weighted values.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     for start in tl.range(begin, end, KEYS):
@@ -205,7 +205,7 @@ def _merge_all(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The outputs of rows that are at `first_row` in a part of `num_rows` of them, by one thread block."""
+    """Merge the partial results of one thread block's rows, at `first_row` of the `num_rows` rows of a part."""
     column = tl.arange(0, COLUMNS)
     is_number = is_row[:, None] & (column < V)[None, :]
     highest = tl.full(first_row.shape, float("-inf"), tl.float32)
@@ -389,8 +389,8 @@ def _merge_parts_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # Launched while the parts are still computed. Where there are none too: what is launched behind this kernel
-        # waits for it alone.
+        # Launched while the parts are still computed. It waits also if there are none, because the next kernel waits
+        # for this one only.
         gdc_wait()
         gdc_launch_dependents()
     request = tl.program_id(0)
@@ -428,7 +428,7 @@ def _merge_parts_kernel(
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    # In Triton's interpreter, and for a GPU that is not there, as many as an H100 has.
+    # An H100's, in Triton's interpreter and without a GPU.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -549,10 +549,10 @@ def shared_memory_obstacle(
 
 
 def _max_chunks(bs: int, num_tiles: int, kv_heads: int, device: torch.device) -> int:
-    """Of a batch whose requests have so many tiles of rows each.
+    """Return the most chunks of a batch.
 
-    As many as keep the GPU busy. Batches that do that with a chunk per request get half as many more: a request much
-    longer than others has chunks then, and requests of one length, whose chunks would gain nothing, still one each.
+    They are as many as keep the GPU busy. A batch that does so with one chunk per request gets half as many more: they
+    go to a request that is much longer than others. Requests of one length still get one each.
     """
     busy = max(1, _BLOCKS_PER_PROCESSOR * _num_processors(device) // kv_heads)
     return max(busy, bs * num_tiles + busy // 2) // num_tiles
@@ -579,7 +579,7 @@ def split_trees(
     chunks = seq_lens.new_empty(max_chunks, _CHUNK_COLUMNS, dtype=torch.int32)
     part_indptr = seq_lens.new_empty(bs + 1, dtype=torch.int32)
     divide_keys(seq_lens, req_pool_indices, window, num_nodes, layout.tile.keys, min_chunk, chunks, part_indptr)
-    # Launched behind `divide_keys`, so that it is never that which runs while `attend_trees` begins.
+    # Launched after `divide_keys`, so that `divide_keys` never runs while `attend_trees` begins.
     arrivals = seq_lens.new_zeros(num_blocks, dtype=torch.int32)
     return KeyChunks(chunks, part_indptr, arrivals if are_many else None)
 
@@ -614,7 +614,7 @@ def attend_trees(
     is_v_in_k = shares_memory(k_cache, v_cache) and value_size == layout.main
     tile, _ = layout.fitting_tile(is_v_in_k, query.dtype, query.device)
     num_chunks = split.chunks.shape[0]
-    # Requests of one chunk leave none, and n chunks are at most 2 * (n - 1) otherwise.
+    # Requests of one chunk leave no partial results. Other requests have at most twice as many as extra chunks.
     num_parts = 2 * max(0, num_chunks - bs)
     parts = query.new_empty(num_parts, num_nodes, heads, value_size, dtype=torch.float32)
     sums = query.new_empty(num_parts, num_nodes, heads, dtype=torch.float32)

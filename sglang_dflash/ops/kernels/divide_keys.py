@@ -1,4 +1,4 @@
-"""The keys of a batch of trees in chunks of about one size, in one launch, which a CUDA graph can hold."""
+"""Division of the keys of a batch of trees into chunks of about one size, in one launch that a CUDA graph can hold."""
 
 from __future__ import annotations
 

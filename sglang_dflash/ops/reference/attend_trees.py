@@ -31,7 +31,7 @@ def split_trees(
         dtype: of queries.
 
     Returns:
-        What `attend_trees` is called with; torch divides nothing.
+        The argument `split` of `attend_trees`; None, as torch divides nothing.
     """
     return None
 
@@ -54,13 +54,13 @@ def attend_trees(
     v_scale: float,
     split: KeyChunks | None,
 ) -> torch.Tensor:
-    """Every node sees the request's committed tokens, its ancestors and itself, whose KV is in the cache.
+    """Attend from every node to the request's committed tokens, its ancestors and itself, whose KV is in the cache.
 
     Args:
         query: [bs * N, H, K]; rows and heads may be strided.
         k_cache: [slots, G, K]; in fp8, or in the model's dtype.
         v_cache: [slots, G, V].
-        req_to_token: [rows, width] int32, slots: of the request's position p at p, of its node i at `seq_lens + i`.
+        req_to_token: [rows, width] int32. Slots: the request's position p at p, its node i at `seq_lens + i`.
         req_pool_indices: [bs] int64.
         slot_map: [slots] int64, from those slots to the cache's; None: they are the same.
         seq_lens: [bs] int64.
@@ -69,9 +69,9 @@ def attend_trees(
         scale: of the products of queries and keys.
         window: tokens that a token sees before itself; None: all.
         logit_cap: c of c * tanh(x / c), applied to scaled products x; 0: none.
-        sinks: [H], a logit of each head that nothing is behind; None: there are none.
-        k_scale, v_scale: what keys and values of the cache are multiplied by.
-        split: by `split_trees`, for these requests and shapes; written, but as it was behind the call.
+        sinks: [H]. One more logit of each head, without a value; None: there are none.
+        k_scale, v_scale: factors of the keys and values of the cache.
+        split: of `split_trees`, for these requests and shapes. It is written, and has its old values after the call.
 
     Returns:
         [bs * N, H, V], the dtype of `query`.

@@ -1,4 +1,4 @@
-"""The keys of a batch of trees in chunks of about one size, in torch."""
+"""Division of the keys of a batch of trees into chunks of about one size, in torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ def divide_keys(
     chunks: torch.Tensor,
     part_indptr: torch.Tensor,
 ) -> None:
-    """Divide each request's keys, those of its nodes included, into equal chunks, of the smallest size of which there
-    is room for all.
+    """Divide each request's keys, with those of its nodes, into equal chunks of the smallest size that fits `chunks`.
 
     Args:
         seq_lens: [bs] int64, the context of each request.
         req_pool_indices: [bs] int64, its row of `req_to_token`.
         window: keys of the context that a request still needs; None: all.
         num_nodes: N.
-        unit: what chunks are multiples of, but for a request's last.
-        min_chunk: keys that chunks have at least, but for rounding to the nearest number of chunks.
+        unit: keys of which every chunk but a request's last has a multiple.
+        min_chunk: fewest keys of a chunk, up to rounding to the nearest number of chunks.
         chunks: [P, 6] int32, written; P is at least bs. See :class:`sglang_dflash.types.KeyChunks`.
         part_indptr: [bs + 1] int32, written.
     """
