@@ -1,4 +1,22 @@
-"""What the cycle's operations are called with: Triton kernels, their torch twins, and what calls them."""
+"""Arguments of the cycle's operations: Triton kernels, their torch references, and their callers.
+
+Letters of shapes, in the whole package:
+
+    bs  requests of a batch; n: some of them
+    P   requests of a CUDA graph, padding included
+    B   block size of the drafter: the bonus token and B - 1 drafts
+    W   draft length: tokens of a block in this cycle, the bonus token included; W <= B
+    N   verified tokens of a request in this cycle: nodes of a tree, or W of a chain
+    K   candidates for each position of a tree
+    T   tokens of a batch
+    V   vocabulary, or one tensor-parallel rank's shard of it
+    H   hidden size
+    F   captured layers of the target
+    L   layers
+
+Gated DeltaNet: HK key heads of size DK, HV value heads of size DV, and a convolution of C channels, whose state has its
+last S inputs.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +27,11 @@ import torch
 
 @dataclass(frozen=True)
 class DrawParameters:
-    """How the tokens of P requests are drawn: the tensors of SGLang's `SamplingBatchInfo`, or copies of them.
+    """Sampling parameters of P requests: the tensors of SGLang's `SamplingBatchInfo`, or copies of them.
 
     Attributes:
         temperatures: [P] float32, positive.
-        top_ks: [P] int32; with 1 or less a request is greedy, and the others do not matter.
+        top_ks: [P] int32. A request with 1 or less is greedy, whatever the other parameters are.
         top_ps: [P] float32 in (0, 1].
         min_ps: [P] float32 in [0, 1].
     """
@@ -30,25 +48,25 @@ class DrawParameters:
         return cls(temperatures, top_ks, top_ps, torch.zeros(bs, device=device))
 
     def take(self, bs: int) -> DrawParameters:
-        """Views of the first `bs` requests."""
+        """Return views of the first `bs` requests."""
         return DrawParameters(self.temperatures[:bs], self.top_ks[:bs], self.top_ps[:bs], self.min_ps[:bs])
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a decode cycle of P requests reads, in memory that a CUDA graph may own; int64 but for the parameters.
+    """Input blocks of a decode cycle of P requests, in memory that a CUDA graph may own. int64 except `parameters`.
 
     Attributes:
-        input_ids: [P * B], the bonus token and B - 1 mask tokens of each request.
-        positions: [P * B], true positions.
-        out_cache_loc: [P * B], the KV slots of those positions.
-        req_pool_indices: [P], rows of `req_to_token`.
-        seq_lens: [P], committed tokens that have KV; the bonus token's position.
-        parameters: how the target's tokens are drawn.
-        seed: [1], of those draws.
-        is_plain: [1], whether all requests are accepted by the plain rule, 1 or 0; then recurrent states advance
-            right after it.
-        is_chain: [P], 1 for requests whose drafts are verified as a chain where those of others are trees, else 0.
+        input_ids: [P * W]. The bonus token and W - 1 mask tokens of each request.
+        positions: [P * W]. True positions.
+        out_cache_loc: [P * W]. KV slots of those positions.
+        req_pool_indices: [P]. Rows of `req_to_token`.
+        seq_lens: [P]. Committed tokens that have KV, which is the bonus token's position.
+        parameters: sampling parameters of the target's tokens.
+        seed: [1]. Seed of these draws.
+        is_plain: [1]. 1: the fast path decides all requests, and recurrent states advance in the cycle. 0: a request
+            needs SGLang's sampler.
+        is_chain: [P]. 1: the request's drafts are verified as a chain where others have trees. 0 otherwise.
     """
 
     input_ids: torch.Tensor
@@ -76,7 +94,7 @@ class Block:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> Block:
-        """Around those tensors, the others in memory of their own."""
+        """Return a block around these tensors. It allocates the others, for greedy requests."""
         bs, device = seq_lens.shape[0], seq_lens.device
         seed, is_plain = torch.zeros((2, 1), dtype=torch.int64, device=device).unbind()
         is_chain = torch.zeros(bs, dtype=torch.int64, device=device)
@@ -87,11 +105,11 @@ class Block:
 
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and slots."""
+        """Tokens, positions and KV slots."""
         return self.input_ids, self.positions, self.out_cache_loc
 
     def take(self, bs: int, block_size: int) -> Block:
-        """Views of the first `bs` requests."""
+        """Return views of the first `bs` requests, with W = `block_size`."""
         rows = slice(bs * block_size)
         return Block(
             self.input_ids[rows],
@@ -108,17 +126,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Trees:
-    """Drafts that the target verifies, N nodes for each of P requests, in memory that a CUDA graph may own; int64.
+    """Trees of drafts that the target verifies, in memory that a CUDA graph may own. int64.
 
-    Node 0, the root, is the bonus token. A node is in front of all that follow it on some path. A request may have
-    fewer nodes than N; the rest are behind no other, see only themselves and the context, and are never accepted.
+    Node 0, the root, is the bonus token. Nodes are in topological order. Unused nodes are padding: they have no parent,
+    see only themselves and the context, and are never accepted.
 
     Attributes:
-        tokens: [P * N], of the nodes.
-        positions: [P * N], true positions: those of a request's nodes at the same depth are the same.
-        out_cache_loc: [P * N], the KV slots of the request's next N positions, in this order.
-        parents: [P, N], the node that each is right behind; -1 for the root, and for those that are no nodes.
-        ancestors: [P, N], bit i is set of the nodes that see node i: itself, and those behind it.
+        tokens: [P * N].
+        positions: [P * N]. True positions. Nodes of a request at the same depth have the same.
+        out_cache_loc: [P * N]. KV slots of the request's next N positions, in this order.
+        parents: [P, N]. Index of each node's parent; -1 for the root and for padding.
+        ancestors: [P, N]. Bit i of a node is set if it sees node i: its ancestors and itself.
     """
 
     tokens: torch.Tensor
@@ -136,11 +154,11 @@ class Trees:
 
 @dataclass(frozen=True)
 class States:
-    """The states of Gated DeltaNet layers, in slots; slot 0 is for padding. L layers, S + 1 tokens of a convolution.
+    """States of Gated DeltaNet layers by slot. Slot 0 is for padding.
 
     Attributes:
-        conv: [L, slots, C, S], the last inputs of the convolution.
-        temporal: [L, slots, HV, V, K] float32, as in `ops.reference.delta_rule`.
+        conv: [L, slots, C, S]. The last inputs of the convolution.
+        temporal: [L, slots, HV, DV, DK] float32, as in `ops.reference.delta_rule`.
     """
 
     conv: torch.Tensor
@@ -149,15 +167,15 @@ class States:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What Gated DeltaNet layers computed for each of N verified nodes; the states after a path are made of it.
+    """Inputs of the recurrent states from every verified token. The states after any path follow from them.
 
     Row i belongs to the i-th request of the batch.
 
     Attributes:
-        conv: [L, rows, N, C], inputs of the convolution.
-        key: [L, rows, N, H, K], before normalization.
-        change: [L, rows, N, HV, V] float32, what the node adds to the state at its key, divided by the key's length.
-        log_decay: [L, rows, N, HV] float32, of the state before the node.
+        conv: [L, rows, N, C]. Inputs of the convolution.
+        key: [L, rows, N, HK, DK]. Keys before their norm.
+        change: [L, rows, N, HV, DV] float32. What each token adds to the state at its key, divided by the key's length.
+        log_decay: [L, rows, N, HV] float32. Logarithm of the decay of the state before each token.
     """
 
     conv: torch.Tensor
@@ -172,12 +190,12 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class StateSlots:
-    """Which slots the states of a request are in, by its row of `req_to_token`; row 0 is for padding.
+    """Slots of each request's states, by its row of `req_to_token`. Row 0 is for padding.
 
     Attributes:
-        current: [rows] int32, of its last committed token; 0 for padding.
-        kept: [rows, N] int64, N = 1 or 2, which take turns in what is kept for the prefix cache; None: nothing is.
-        turn: [rows] int32: the state after i * interval tokens is kept in the (turn + i) % N-th of them; not negative.
+        current: [rows] int32. Slot of the state after the last committed token; 0 for padding.
+        kept: [rows, 1 or 2] int64. Slots of states for the prefix cache, used in turn; None: no states are kept.
+        turn: [rows] int32, not negative. The state after i * interval tokens goes to slot (turn + i) % `kept.shape[1]`.
     """
 
     current: torch.Tensor
@@ -187,12 +205,12 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class KVBuffers:
-    """The drafter's KV pool, layer by layer.
+    """KV pool of the drafter, by layer.
 
     Attributes:
-        k, v: L tensors [slots, H, D] of `dtype`, or of uint8, as which SGLang stores fp8.
-        k_ptrs, v_ptrs: [L] uint64, where those tensors begin.
-        dtype: of the keys and values.
+        k, v: L tensors [slots, KV heads, head size] of `dtype`, or of uint8, as SGLang stores fp8.
+        k_ptrs, v_ptrs: [L] uint64. Addresses of these tensors.
+        dtype: dtype of keys and values.
     """
 
     k: list[torch.Tensor]
@@ -204,12 +222,12 @@ class KVBuffers:
 
 @dataclass(frozen=True)
 class KVRows:
-    """All that a KV pool has of every slot.
+    """All tensors of a KV pool, by slot.
 
     Attributes:
-        buffers: tensors [slots, ...] of any dtype, contiguous.
-        pointers: [buffers] uint64, where those tensors begin.
-        row_bytes: [buffers] int64, of one slot in each.
+        buffers: contiguous tensors [slots, ...] of any dtype.
+        pointers: [buffers] uint64. Addresses of these tensors.
+        row_bytes: [buffers] int64. Bytes of one slot in each.
     """
 
     buffers: list[torch.Tensor]
@@ -226,13 +244,13 @@ class KVRows:
 
 @dataclass(frozen=True)
 class KVSplit:
-    """Which thread block does what; int32 but for the mask. One entry per (request, query tile, KV chunk).
+    """Work of each thread block of FlashInfer: one entry per request, query tile and KV chunk. int32 except the mask.
 
     Attributes:
-        request_indices, qo_tile_indices, kv_tile_indices: [P], of each entry.
-        block_valid_mask: [P] bool, which of the P entries there are.
-        o_indptr: [bs + 1], where the partial outputs of each request begin.
-        merge_indptr: [bs * B + 1], where those of each row do.
+        request_indices, qo_tile_indices, kv_tile_indices: [entries].
+        block_valid_mask: [entries] bool. False for padding.
+        o_indptr: [bs + 1]. Start of each request's partial outputs.
+        merge_indptr: [bs * W + 1]. Start of each row's partial outputs.
         kv_chunk_size: [1].
     """
 
@@ -247,15 +265,14 @@ class KVSplit:
 
 @dataclass(frozen=True)
 class KeyChunks:
-    """Which keys of a batch of trees a thread block attends to; int32.
+    """Keys that each thread block attends to, for a batch of trees. int32.
 
     Attributes:
-        chunks: [P, 6], of each chunk its request, its first key, the one behind its last, its part, and of the request
-            the tokens of context and the row of `req_to_token`. The part is -1 if the request has one chunk, the
-            request where there is no chunk.
-        part_indptr: [bs + 1], where the parts of each request begin.
-        arrivals: [bs * tiles of rows * KV heads], zeros: how many chunks of a request have ended, while one layer's
-            attention runs. None: parts are merged by a launch of its own.
+        chunks: [chunks, 6]. Request, first key, end of its keys, part, the request's context length, and its row of
+            `req_to_token`. The part is -1 for the only chunk of a request. The request is -1 for padding.
+        part_indptr: [bs + 1]. Start of each request's parts.
+        arrivals: [bs * row tiles * KV heads], zeros between layers. Chunks of a request that have ended, while one
+            layer's attention runs; None: another launch merges the parts.
     """
 
     chunks: torch.Tensor

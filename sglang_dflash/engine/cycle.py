@@ -1,18 +1,14 @@
-"""The decode cycle on the GPU, written once: recorded in a CUDA graph, or run as it is.
+"""The decode cycle on the GPU: draft, verify, accept, append. It runs eagerly, or is captured in a CUDA graph.
 
-Shapes: bs requests, W tokens of each block: B, or fewer with `--speculative-adaptive`. The target verifies W rows of a
-request, or the N of a tree (`tree_cycle.py`), N not less than W.
+Shapes as in :mod:`sglang_dflash.types`: bs requests, W draft length, N verified tokens, T tokens, F captured target
+layers, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
@@ -23,48 +19,28 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.attention.plan import chain_attention, prepare_chains
-from sglang_dflash.attention.trees import ChainAttentionBackend
 from sglang_dflash.draft.context import ContextWriter
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
+from sglang_dflash.engine.executor import CycleExecutor
 from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.engine.verification import Drafts, Verification, Verified
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.types import Block
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.logits import VerifyLogits
 
 
-class Forwards(Protocol):
-    """How the two forwards of a cycle are run, and where its drafts go.
-
-    Attributes:
-        draft_backend: the drafter's attention, for blocks of W tokens.
-    """
-
-    draft_backend: AttentionBackend
-
-    def lay_out_draft(self, batch: ForwardBatch) -> None:
-        """Prepare `draft_backend` for the drafter's batch."""
-
-    def send_drafts(self, block_tokens: torch.Tensor) -> GrammarTree | None:
-        """Have the drafted blocks, [bs, W] int64, brought to the CPU while the target verifies them, if grammars look
-        at them there."""
-
-    def verify(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run the target."""
-
-
 @dataclass(frozen=True)
 class CycleInputs:
-    """What a cycle of bs requests is launched with: in the static buffers of a CUDA graph, or in memory of its own.
+    """Memory that a cycle of bs requests is launched with: static buffers of a CUDA graph, or its own.
 
     Attributes:
-        padded: blocks of as many requests as the graph has; without one, of the bs requests.
-        block: of the bs requests.
-        input_ids, positions, out_cache_loc: [bs * rows] int64, of what the target verifies: those of `block`, or of
-            trees, which are grown from it.
+        padded: blocks of the P requests of the graph; without a graph, of the bs requests.
+        block: blocks of the bs requests.
+        input_ids, positions, out_cache_loc: [bs * N] int64 of the verified tokens. Of chains they are those of `block`;
+            trees are grown from it.
     """
 
     padded: Block
@@ -75,84 +51,53 @@ class CycleInputs:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What the target's tokens have decided.
+class CycleOutput:
+    """Result of one cycle.
 
     Attributes:
-        accepted: of each request.
-        hidden_states: [bs * W, ...], as the target captured them: of the block's tokens, or of those that are accepted.
-        paths: [bs, W] int64, the nodes of the accepted paths; those of chains are 0 to W - 1. In the memory of a CUDA
-            graph, until its next replay.
-        tree_counts: [N + K] int64, added up over all cycles with trees of N nodes, of the requests that had one: how
-            many accepted each node of theirs, and how many of the accepted drafts were the first, the second, ...
-            candidate of their position; None where nobody asks.
-    """
-
-    accepted: Acceptance
-    hidden_states: torch.Tensor
-    paths: torch.Tensor
-    tree_counts: torch.Tensor | None = None
-
-    def take(self, bs: int) -> Settled:
-        """Of the first `bs` requests; the decision is a copy that the next replay of the graph cannot overwrite."""
-        width = self.accepted.out_tokens.shape[1]
-        return Settled(self.accepted.take(bs), self.hidden_states[: bs * width], self.paths[:bs], self.tree_counts)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one cycle has done.
-
-    Attributes:
-        batch: of the target. The first W rows of a request are its block, if it is not verified as a tree.
-        output: of the target: logits, a row for each of the batch, of V numbers or a shard of them.
-        settled: what was decided; the drafter's context has the accepted tokens.
-        drafts: the blocks on their way to the CPU, where the batch has grammars.
-        is_replay: whether it was the replay of a CUDA graph.
+        batch: the target's, N tokens of each request. For a request with a chain the first W are its block.
+        target_output: the target's logits, [bs * N, V] or a shard of V, and hidden states.
+        verified: what was accepted. The drafter's context has these tokens.
+        grammar_tree: the blocks on their way to the CPU; None: the batch has no grammars.
+        is_replay: a CUDA graph was replayed.
     """
 
     batch: ForwardBatch
-    output: LogitsProcessorOutput
-    settled: Settled
-    drafts: GrammarTree | None
+    target_output: LogitsProcessorOutput
+    verified: Verified
+    grammar_tree: GrammarTree | None
     is_replay: bool = False
 
     @property
     def accepted(self) -> Acceptance:
-        return self.settled.accepted
+        return self.verified.accepted
 
     @property
     def block_tokens(self) -> torch.Tensor:
-        """[bs, W] int64, the bonus token and the draft tokens of each request that is not verified as a tree."""
+        """[bs, W] int64. The bonus token and the drafts of each request that has a chain."""
         return self.of_blocks(self.batch.input_ids)
 
     @property
     def positions(self) -> torch.Tensor:
-        """[bs, W] int64, theirs."""
+        """[bs, W] int64. Positions of `block_tokens`."""
         return self.of_blocks(self.batch.positions)
 
     def of_blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        """[bs, W, ...] of the rows of the batch."""
-        bs, width = self.accepted.out_tokens.shape
-        return rows.unflatten(0, (bs, -1))[:, :width]
+        """Return [bs, W, ...] of rows [bs * N, ...] or [bs * W, ...]."""
+        bs, draft_length = self.accepted.out_tokens.shape
+        return rows.unflatten(0, (bs, -1))[:, :draft_length]
 
 
 class DecodeCycle:
-    """Draft a block, verify it, accept a prefix, append its hidden states to the drafter's context.
-
-    A TARGET_VERIFY batch travels through it, whose `spec_info` knows W as `draft_token_num`.
+    """Draft a block, verify it, accept a prefix or a path, append its hidden states to the drafter's context.
 
     Attributes:
         block_size: B.
-        num_rows: of a request that the target verifies, at most.
-        verifies_trees: whether these are trees, in memory apart from that of the blocks; else they are the blocks.
-        clock: marked at every point of a cycle.
+        verification: chains or trees.
         draft_runner: the drafter's.
         logits: the target's.
+        clock: marked at every point of a cycle.
     """
-
-    verifies_trees = False
-    _chain_attention: ChainAttentionBackend | None = None
 
     def __init__(
         self,
@@ -160,120 +105,107 @@ class DecodeCycle:
         target_model: nn.Module,
         head: DraftHead,
         block_size: int,
+        verification: Verification,
         window: DraftWindow | None,
         states: RecurrentState | None,
+        simulated: SimulatedAcceptance | None,
         clock: CycleClock,
     ) -> None:
         """
         Args:
+            draft_runner: of the drafter, with its KV pool.
+            target_model: the target.
+            head: the drafter's lm_head.
             block_size: B.
-            window: of the drafter's context; None: it sees all.
+            verification: chains or trees.
+            window: the part of the context that the drafter sees; None: all of it.
             states: of the target's recurrent layers; None: it has none.
-            clock: to be marked at every point of a cycle.
+            simulated: the one of `verification`.
+            clock: see the class.
         """
-        self.block_size = self.num_rows = block_size
-        self.clock = clock
-        self.draft_runner = draft_runner
-        self._model = draft_runner.model
-        self._window = window
-        self._states = states
-        self._head = head
+        self.block_size, self.verification = block_size, verification
+        self.draft_runner, self.clock = draft_runner, clock
         self.logits = VerifyLogits(target_model, get_parallel().tp_group)
+        self._model, self._head = draft_runner.model, head
+        self._window, self._states, self._simulated = window, states, simulated
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
-        # The path of a chain.
-        self._chain = torch.arange(block_size, device=draft_runner.device)[None]
-        self._simulated = SimulatedAcceptance.from_environment(draft_runner.device)
-
-    def begin_verification(self, target_runner: ModelRunner) -> None:
-        """Choose the attention of verified rows. Called when the target has its own, and before graphs are captured."""
-        prepare_chains(target_runner.attn_backend)
-        self._chain_attention = chain_attention(target_runner, self.block_size)
-
-    def verify_backend(self) -> AttentionBackend | None:
-        """Return the target's backend for graphs of one number of rows; None: SGLang's own for that number."""
-        return self._chain_attention
-
-    @contextmanager
-    def verifying_eagerly(self) -> Iterator[None]:
-        """Meanwhile the target has the attention that its rows need without a graph: for chains, its own."""
-        yield
-
-    def reload_weights(self) -> None:
-        """The drafter's weights have changed."""
-        self._context.fuse_weights()
 
     def begin(self) -> None:
-        """On the host, before every cycle."""
+        """Prepare a cycle on the host."""
         if self._simulated is not None:
             self._simulated.draw(self.block_size)
 
-    def allocate(self, bs: int, num_rows: int) -> CycleInputs:
-        """Inputs of a cycle without a graph, of which the target verifies so many rows of a request."""
+    def allocate(self, bs: int, num_tokens: int) -> CycleInputs:
+        """Return inputs of a cycle without a graph that verifies N = `num_tokens` tokens of each request."""
         device = self.draft_runner.device
-        block = Block.empty(bs, min(num_rows, self.block_size), device)
-        rows = block.rows
-        if self.verifies_trees:
-            rows = torch.empty((3, bs * num_rows), dtype=torch.int64, device=device).unbind()
+        rows = torch.empty((3, bs * num_tokens), dtype=torch.int64, device=device).unbind()
+        requests = torch.empty((2, bs), dtype=torch.int64, device=device).unbind()
+        draft_length = min(num_tokens, self.block_size)
+        block = Block.of(*self.verification.block_rows(rows, bs * draft_length), *requests)
         return CycleInputs(block, block, *rows)
 
-    def run(self, batch: ForwardBatch, block: Block, in_shards: bool, forwards: Forwards) -> Step:
-        """One cycle, in which every request is accepted by the plain rule (`_choose`).
+    def run(self, batch: ForwardBatch, block: Block, in_shards: bool, executor: CycleExecutor) -> CycleOutput:
+        """Run one cycle, in which the target's tokens are chosen by the fast path (`_choose`) for all requests.
 
-        If that is not the rule of all, recurrent states have to be advanced when all is decided.
+        If a request needs SGLang's sampler, its tokens are accepted anew afterwards (`accept_fallback`), and recurrent
+        states advance only then.
 
         Args:
-            batch: of the target; the drafts are written to its `input_ids`.
-            block: of the same requests: `[bonus, mask x (W - 1)]` of each, in the memory of `batch`.
-            in_shards: whether the target's logits stay in their shards; then all requests are greedy.
+            batch: the target's TARGET_VERIFY batch. The drafts are written to it.
+            block: `[bonus, mask x (W - 1)]` of the same requests.
+            in_shards: leave the target's logits in their tensor-parallel shards. Then all requests are greedy.
+            executor: runs the forwards.
         """
         self.clock.mark(BEGUN)
-        block_tokens = self._draft(batch, block, forwards)
-        drafts = forwards.send_drafts(block_tokens)
+        # 1. Draft: one forward of the drafter, or none for W = 1.
+        drafts = self._draft(batch, block, executor)
+        grammar_tree = executor.send_drafts(drafts.block_tokens)
         self.clock.mark(DRAFTED)
+        # 2. Verify: one forward of the target.
         with self.logits.in_shards(in_shards):
-            output = forwards.verify(batch)
-        settled = self._settle(batch, block, output, self._choose(output, block, in_shards))
+            output = executor.verify(batch)
+        # 3. Accept the drafts that agree with the target, and one token of the target's after them.
+        target_tokens = self._choose(output, block, in_shards)
+        verified = self.verification.accept(batch, block, drafts, output, target_tokens)
         if self._states is not None:
             self._states.commit(
-                batch.req_pool_indices, batch.seq_lens, settled.accepted.accept_lens, settled.paths, block.is_plain
+                batch.req_pool_indices, batch.seq_lens, verified.accepted.accept_lens, verified.paths, block.is_plain
             )
         self.clock.mark(VERIFIED)
-        features, _ = self.split_hidden_states(settled.hidden_states)
-        # Rejected tokens never enter the drafter's context.
-        self._context.write(features, block.positions, self._slots(batch, block), settled.accepted.accept_lens)
+        # 4. Append: only accepted tokens enter the drafter's context.
+        features, _ = self.split_hidden_states(verified.hidden_states)
+        slots = self.verification.context_slots(batch, block, self.draft_runner)
+        self._context.write(features, block.positions, slots, verified.accepted.accept_lens)
         self.clock.mark(APPENDED)
-        return Step(batch, output, settled, drafts)
+        return CycleOutput(batch, output, verified, grammar_tree)
 
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
-        """The drafter's batch of blocks; its `seq_lens` are still the target's.
+        """Return the drafter's batch of blocks. Its `seq_lens` are still the target's.
 
         Args:
-            batch: of the target, with `seq_lens_cpu` for planning: lengths with its rows, or upper bounds of them.
-            block: of the same requests.
+            batch: the target's, with `seq_lens_cpu` for planning: lengths with the N verified tokens, or upper bounds.
+            block: the same requests.
         """
         kv_lens = batch.seq_lens_cpu
         if self._window is not None:
             kv_lens = self._window.host_kv_lens(kv_lens)
-        return replace(
+        blocks = replace(
             batch,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             seq_lens_cpu=kv_lens,
             seq_lens_sum=int(kv_lens.sum()),
         )
+        return self.verification.block_batch(blocks, block, self.draft_runner)
 
-    def _draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
-        """Draft what the target is to verify: one drafter forward, or none if that is one row.
+    def _draft(self, batch: ForwardBatch, block: Block, executor: CycleExecutor) -> Drafts:
+        """Write drafts to the target's batch."""
+        if block.input_ids.shape[0] == batch.batch_size:
+            return self.verification.draft_root(batch, block)
+        hidden_states = self._forward_draft(batch, block, executor)
+        return self.verification.draft(self._head, hidden_states, batch, block)
 
-        Returns:
-            [bs, W] int64, the bonus token and the draft tokens, in the memory of `batch.input_ids`.
-        """
-        block_tokens = block.input_ids.view(batch.batch_size, -1)
-        if block_tokens.shape[1] == 1:
-            return block_tokens
-        return block_tokens.copy_(self._head(block_tokens, self._forward_draft(batch, block, forwards)))
-
-    def _forward_draft(self, batch: ForwardBatch, block: Block, forwards: Forwards) -> torch.Tensor:
-        """The drafter's forward of the blocks: hidden states, [bs * W, H]."""
+    def _forward_draft(self, batch: ForwardBatch, block: Block, executor: CycleExecutor) -> torch.Tensor:
+        """Run the drafter over the blocks and return its hidden states, [bs * W, H]."""
         draft_batch = self.draft_batch(batch, block)
         plan, translator = draft_batch.kv_loc_plan, self.draft_runner.kv_index_translator
         if self._window is not None:
@@ -285,17 +217,20 @@ class DecodeCycle:
                 read_extent=draft_batch.spec_info.draft_token_num,
             )
         plan.bind(draft_batch, translator)
-        forwards.lay_out_draft(draft_batch)
-        with forward_context(ForwardContext(attn_backend=forwards.draft_backend), forward_batch=draft_batch):
+        executor.plan_draft(draft_batch)
+        with forward_context(ForwardContext(attn_backend=executor.draft_backend), forward_batch=draft_batch):
             return self._model.forward(block.input_ids, block.positions, draft_batch).hidden_states
 
     def _choose(self, output: LogitsProcessorOutput, block: Block, in_shards: bool) -> torch.Tensor:
-        """The target's token after every row, int64: the argmax of its untouched logits, and of sampled requests a draw
-        from their distribution.
+        """Choose the target's token after each verified token, from its untouched logits.
 
         Args:
-            block: of the same requests; its `parameters` and `seed` are read.
-            in_shards: whether the logits are this rank's own; then all requests are greedy.
+            output: the target's.
+            block: the same requests. Its `parameters` and `seed` say how sampled requests draw; others take the argmax.
+            in_shards: logits are this rank's shard. Then all requests are greedy.
+
+        Returns:
+            [bs * N] int64.
         """
         if in_shards:
             return self.logits.argmax(output.next_token_logits)
@@ -303,69 +238,66 @@ class DecodeCycle:
         ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
         return tokens
 
-    def _settle(
-        self, batch: ForwardBatch, block: Block, output: LogitsProcessorOutput, target_tokens: torch.Tensor
-    ) -> Settled:
-        """Accept what the target's tokens agree with; `target_tokens`: int64, after every row of the batch."""
-        block_tokens = batch.input_ids.view(batch.batch_size, -1)
-        paths = self._chain[:, : block_tokens.shape[1]].expand(batch.batch_size, -1)
-        return Settled(self._accept(block_tokens, target_tokens, batch.seq_lens), output.hidden_states, paths)
+    # --- requests that need SGLang's sampler --------------------------------------------------------------------------
 
-    def _accept(self, block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
-        """Accept a prefix of each block.
+    def accept_fallback(self, output: CycleOutput, index: torch.Tensor, target_tokens: torch.Tensor) -> None:
+        """Accept what agrees with the tokens of SGLang's sampler, in place of what the cycle has accepted.
 
         Args:
-            block_tokens: [bs, W] int64.
-            target_tokens: int64, of as many numbers: the target's choice after every token.
-            seq_lens: [bs] int64.
+            output: of the cycle. Its `accepted` is changed.
+            index: [n] int64, indices of these requests in the batch.
+            target_tokens: [n, W] int64, the sampler's token after every token of their blocks.
         """
-        accepted = ops.accept_prefix(block_tokens, target_tokens.view_as(block_tokens), seq_lens)
-        if self._simulated is not None:
-            accepted = self._simulated(accepted, block_tokens, seq_lens)
-        return accepted
+        accepted = self.verification.accept_chains(
+            output.block_tokens[index],
+            target_tokens,
+            output.batch.seq_lens[index],
+            output.batch.req_pool_indices[index],
+        )
+        output.accepted.put(index, accepted)
 
-    def overrule(self, step: Step, index: torch.Tensor, target_tokens: torch.Tensor) -> Acceptance:
-        """Accept other tokens in some blocks of a step. Their context is appended by `append_again`.
+    def append_fallback(self, output: CycleOutput, index: torch.Tensor) -> None:
+        """Append the context of requests that SGLang's sampler decided.
+
+        The cycle has appended what it accepted itself. Tokens that both accept are right. If it was more, the rest is
+        in slots that the request holds for its next blocks, after the committed tokens, and is overwritten before it is
+        read.
 
         Args:
-            index: [n] int64, places in the batch.
-            target_tokens: [n, W] int64, the target's choice after every token of their blocks.
-
-        Returns:
-            what these n requests accept.
-        """
-        accepted = self._accept(step.block_tokens[index], target_tokens, step.batch.seq_lens[index])
-        step.accepted.put(index, accepted)
-        return accepted
-
-    def append_again(self, step: Step, index: torch.Tensor) -> None:
-        """Append the tokens to the drafter's context that some requests were found to accept after the others.
-
-        What the step has appended of a block is right where both accept it. Where it was more, the rest lies behind the
-        committed tokens, in slots that the request holds for its next blocks, and each block is written before it is
-        read: as with all that the drafter leaves there of its own forward.
+            output: of the cycle, after `accept_fallback`.
+            index: [n] int64, indices of these requests in the batch.
         """
 
         def take(values: torch.Tensor) -> torch.Tensor:
-            return step.of_blocks(values)[index].flatten(0, 1)
+            return output.of_blocks(values)[index].flatten(0, 1)
 
-        features, _ = self.split_hidden_states(step.settled.hidden_states)
-        slots = self._write_ids(step.batch.kv_loc_plan)
-        self._context.write(take(features), take(step.batch.positions), take(slots), step.accepted.accept_lens[index])
+        features, _ = self.split_hidden_states(output.verified.hidden_states)
+        slots = self._slots(output.batch.kv_loc_plan)
+        accept_lens = output.accepted.accept_lens[index]
+        self._context.write(take(features), take(output.batch.positions), take(slots), accept_lens)
 
-    def _slots(self, batch: ForwardBatch, block: Block) -> torch.Tensor:
-        """[bs * W] int64, of the blocks in the drafter's KV pool."""
-        return self._write_ids(batch.kv_loc_plan)
-
-    def _write_ids(self, plan: KVLocPlan) -> torch.Tensor:
-        """[T] int64, the slots that a plan gives to the rows of its batch, as the drafter's pool knows them."""
-        return plan.write_ids(self.draft_runner.kv_index_translator)
+    # --- the drafter's context and weights ----------------------------------------------------------------------------
 
     def append_prompt(self, output: LogitsProcessorOutput, positions: torch.Tensor, plan: KVLocPlan) -> None:
-        """Append prompt tokens to the drafter's context: positions [T], in the slots that `plan` gives them."""
+        """Append prompt tokens to the drafter's context.
+
+        Args:
+            output: the target's, with hidden states of T tokens.
+            positions: [T].
+            plan: the slots of these tokens.
+        """
         features, _ = self.split_hidden_states(output.hidden_states)
-        self._context.write(features, positions, self._write_ids(plan))
+        self._context.write(features, positions, self._slots(plan))
+
+    def _slots(self, plan: KVLocPlan) -> torch.Tensor:
+        """Return the plan's slots in the drafter's KV pool, [T] int64."""
+        return plan.write_ids(self.draft_runner.kv_index_translator)
 
     def split_hidden_states(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The drafter's features, [T, F * H], and what is captured behind them, [T, H] or [T, 0]."""
+        """Return the drafter's features, [T, F * H], and the target's last hidden states, [T, H], or [T, 0] if they
+        are not captured."""
         return hidden_states.tensor_split([self._model.num_features], dim=1)
+
+    def reload_weights(self) -> None:
+        """Take note of new drafter weights."""
+        self._context.fuse_weights()

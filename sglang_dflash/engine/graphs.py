@@ -1,10 +1,10 @@
 """One CUDA graph per batch size for a whole decode cycle: draft, verify, accept, append.
 
-The graph is SGLang's own of the target's TARGET_VERIFY forward, with the rest of `DecodeCycle.run` recorded around it.
-The host then writes the next block's inputs, launches one replay, and is free to prepare the cycle after.
+The graph is SGLang's own of the target's TARGET_VERIFY forward, with the rest of `DecodeCycle.run` captured around it.
+The host writes the next block's inputs, launches one replay, and is free to prepare the next cycle.
 
-Shapes: P requests of a graph, W tokens of each block: B, or fewer with `--speculative-adaptive`. The target verifies W
-rows of a request too, or the N of a tree.
+Shapes as in :mod:`sglang_dflash.types`: P requests of a graph, B block size, W draft length, N verified tokens of a
+request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_context, get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
-from sglang_dflash.attention.plan import BlockPlan, block_plan, bound_index_buffer, parts
-from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle, Settled, Step
+from sglang_dflash.attention.plan import block_plan, bound_index_buffer, parts
+from sglang_dflash.engine.backends import build_backend
+from sglang_dflash.engine.cycle import CycleInputs, CycleOutput, DecodeCycle
+from sglang_dflash.engine.executor import CapturingExecutor
 from sglang_dflash.engine.relay import DFlashVerifyInput
+from sglang_dflash.engine.verification import Verified
 from sglang_dflash.types import Block
 
 logger = logging.getLogger(__name__)
@@ -40,70 +43,28 @@ COMPUTE_BOUND_RATIO = 1.05
 # Replays of each graph at start-up, of which the fastest counts.
 TIMED_REPLAYS = 3
 
-# SGLang's buffers of a graph that every target has: those in :class:`Block`, and others that it may leave unused.
+# SGLang's buffers of a graph that every target has: those in :class:`Block`, and others that may be unused.
 _COMMON_BUFFERS = {"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
 _COMMON_BUFFERS |= {"mrope_positions", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What one graph holds, of P requests; the next replay of as many overwrites it.
+    """Results of one graph of P requests. The next replay for P requests overwrites them.
 
     Attributes:
-        batch: of its static buffers.
-        drafts: [P, W] int64, pinned: the blocks, on the CPU before the target has verified them.
-        has_drafted: recorded inside the graph, when they are.
-        settled: by the target's plain tokens.
-        layouts: of the attention backends, which may own memory that the graph reads.
+        batch: its static buffers.
+        drafts: [P, W] int64, pinned. The blocks, on the CPU before the target has verified them.
+        has_drafted: event recorded inside the graph, when `drafts` is complete.
+        verified: what the fast path accepted.
+        metadata: of the attention backends, which may own memory that the graph reads.
     """
 
     batch: ForwardBatch
     drafts: torch.Tensor
     has_drafted: torch.cuda.Event
-    settled: Settled
-    layouts: tuple
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """The :class:`sglang_dflash.engine.cycle.Forwards` of a cycle that is being recorded.
-
-    Attributes:
-        draft_backend, draft_plan: for blocks of W tokens; there is no plan for one token.
-        target_plan: for what is verified.
-        forward: the target's, as SGLang captures it.
-        drafts: [P, W] int64, pinned, takes the blocks.
-        has_drafted: external: the host waits for it while the rest of the graph runs.
-    """
-
-    draft_backend: AttentionBackend
-    draft_plan: BlockPlan | None
-    target_plan: BlockPlan
-    forward: Callable[[ForwardBatch], LogitsProcessorOutput]
-    drafts: torch.Tensor
-    has_drafted: torch.cuda.Event
-
-    def lay_out_draft(self, batch: ForwardBatch) -> None:
-        self.draft_plan.record(batch)
-
-    def send_drafts(self, block_tokens: torch.Tensor) -> None:
-        self.drafts.copy_(block_tokens, non_blocking=True)
-        self.has_drafted.record()
-
-    def verify(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        self.target_plan.record(batch)
-        return self.forward(batch)
-
-
-@contextmanager
-def override_num_draft_tokens(width: int) -> Iterator[None]:
-    """Meanwhile attention backends are built for as many rows of a request."""
-    original = get_spec().speculative_num_draft_tokens
-    get_context().override("sglang_dflash", speculative_num_draft_tokens=width)
-    try:
-        yield
-    finally:
-        get_context().override("sglang_dflash", speculative_num_draft_tokens=original)
+    verified: Verified
+    metadata: tuple
 
 
 def _variant_label(in_shards: bool) -> str | None:
@@ -111,84 +72,93 @@ def _variant_label(in_shards: bool) -> str | None:
 
 
 class CycleGraphRunner(DecodeCudaGraphRunner):
-    """Takes the place of the target's decode graph runner."""
+    """Graphs of whole cycles with one N, in place of the target's decode graph runner.
+
+    Attributes:
+        num_tokens: N.
+        draft_backend: the drafter's attention in these graphs.
+    """
 
     def __init__(
         self,
         model_runner: ModelRunner,
         cycle: DecodeCycle,
-        width: int,
+        num_tokens: int,
         attn_backend: AttentionBackend | None = None,
         draft_backend: AttentionBackend | None = None,
         min_bs: int = 1,
-        whole: CycleGraphRunner | None = None,
+        longest: CycleGraphRunner | None = None,
     ) -> None:
         """
         Args:
-            width: rows of a request that the target verifies.
-            attn_backend, draft_backend: of the target and of the drafter, for so many; None: their own, for whole
-                blocks.
-            min_bs: of the batches that there is a graph for.
-            whole: the runner of whole blocks, which this one is beside.
+            model_runner: the target's.
+            cycle: what is captured.
+            num_tokens: N.
+            attn_backend, draft_backend: attention of the target for N tokens and of the drafter for W; None: their own.
+            min_bs: smallest batch that gets a graph.
+            longest: the runner of the largest N; None: this is it.
         """
-        self.width, self._min_bs = width, min_bs
+        self.num_tokens, self._min_bs = num_tokens, min_bs
         # W.
-        self._block_width = min(width, cycle.block_size)
+        self._draft_length = min(num_tokens, cycle.block_size)
         self._cycle = cycle
         target_backend = attn_backend or model_runner.attn_backend
         self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
-        self._target_plan = block_plan(target_backend, width)
-        bound_index_buffer(target_backend, whole and whole.attn_backend)
+        self._target_plan = block_plan(target_backend, num_tokens)
+        bound_index_buffer(target_backend, longest and longest.attn_backend)
         self._draft_plan = None
-        # One row has no drafts.
-        if self._block_width > 1:
-            self._draft_plan = block_plan(self.draft_backend, self._block_width)
-            bound_index_buffer(self.draft_backend, whole and whole.draft_backend)
+        # Length 1 has no drafts.
+        if self._draft_length > 1:
+            self._draft_plan = block_plan(self.draft_backend, self._draft_length)
+            bound_index_buffer(self.draft_backend, longest and longest.draft_backend)
             # A drafter's backends plan on the GPU alone (`backends.DRAFT_BACKENDS`).
             assert not self._draft_plan.needs_host_lens
         # By batch size P: see `_Graph.drafts`.
         self._drafts: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        # By batch size: slicing anew is a twentieth of what a cycle costs the host.
+        # By batch size: making these views anew is a twentieth of what a cycle costs the host.
         self._inputs: dict[int, CycleInputs] = {}
         self._in_shards = False
         self._variants = [False]
         # A backend that is prepared before every replay knows one graph of each size.
         if cycle.logits.have_shards and not self._target_plan.needs_host_lens:
             self._variants.append(True)
-        super().__init__(model_runner, attn_backend=attn_backend, speculative_num_draft_tokens=width)
-        # Others that the model has, such as the token count of expert parallelism.
+        super().__init__(model_runner, attn_backend=attn_backend, speculative_num_draft_tokens=num_tokens)
+        # Other inputs of the model, such as the token count of expert parallelism.
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
 
     @classmethod
     def install(cls, target_runner: ModelRunner, cycle: DecodeCycle) -> None:
-        """Make a target, which has its KV pools and no graphs yet, capture whole cycles."""
-        bound = partial(cls, cycle=cycle, width=cycle.num_rows, attn_backend=cycle.verify_backend())
+        """Have a target capture whole cycles. It has its KV pools and no graphs yet."""
+        num_tokens = cycle.verification.num_tokens
+        attn_backend = cycle.verification.graph_backend(num_tokens)
+        bound = partial(cls, cycle=cycle, num_tokens=num_tokens, attn_backend=attn_backend)
         # SGLang asks the class for this before it makes a runner.
         bound.decode_graph_gather_requirements = cls.decode_graph_gather_requirements
         # SGLang takes the class from this method, "to install specialized decode graph runners".
         target_runner._decode_cuda_graph_runner_cls = lambda: bound
-        # Float32 logits of all verified tokens would have room here, which nobody writes (`verify.logits`); prefills
-        # use it for one per request.
+        # SGLang would make room for float32 logits of all verified tokens, which nobody writes (`verify.logits`).
+        # Prefills use one row per request.
         max_rows = target_runner.max_shared_logits_buffer_rows
-        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // cycle.num_rows
+        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // num_tokens
 
-    def narrower(self, width: int, min_bs: int) -> CycleGraphRunner:
-        """Capture the same cycles, of batches from `min_bs` on, with `width` rows of a request."""
+    def shorter(self, num_tokens: int, min_bs: int) -> CycleGraphRunner:
+        """Capture the same cycles with N = `num_tokens`, for batches of `min_bs` requests or more."""
         cycle, draft_backend = self._cycle, self.draft_backend
-        with override_num_draft_tokens(width):
-            attn_backend = cycle.verify_backend() or self.model_runner._get_attention_backend()
-        block_width = min(width, cycle.block_size)
-        if block_width > 1:
-            with override_num_draft_tokens(block_width):
-                draft_backend = cycle.draft_runner._get_attention_backend()
-        return type(self)(self.model_runner, cycle, width, attn_backend, draft_backend, min_bs, whole=self)
+        attn_backend = cycle.verification.graph_backend(num_tokens)
+        draft_length = min(num_tokens, cycle.block_size)
+        if draft_length > 1:
+            draft_backend = build_backend(cycle.draft_runner, draft_length)
+        return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, min_bs, longest=self)
 
     @contextmanager
     def serving(self, in_shards: bool) -> Iterator[None]:
-        """Meanwhile the target's forward goes through this runner and its backend, and leaves logits in their shards
-        where it is asked to and can."""
+        """Send the target's forward through this runner and its backend.
+
+        Args:
+            in_shards: leave logits in their tensor-parallel shards, if this runner has such graphs.
+        """
         self._in_shards = in_shards and True in self._variants
         runner = self.model_runner
         others = runner.attn_backend, runner.decode_cuda_graph_runner
@@ -206,10 +176,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture(self) -> None:
         buffers = self.buffers
         rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
-        num_tokens = self.max_bs * self._block_width
-        if self._cycle.verifies_trees:
-            # The target's are written when the drafter has run.
-            rows = [torch.zeros_like(tensor[:num_tokens]) for tensor in rows]
+        num_tokens = self.max_bs * self._draft_length
+        rows = self._cycle.verification.block_rows(rows, num_tokens)
         # Greedy while graphs are captured.
         self._block = Block.of(*rows, buffers.req_pool_indices[: self.max_bs], buffers.seq_lens[: self.max_bs])
         if self._draft_plan is not None:
@@ -219,23 +187,24 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         super().capture()
 
     def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
-        """Of the captured batches. Blocks are causal chains, so no backend needs a mask; trees have ours."""
+        """Return the captured batches' spec_info. Chains are causal, so no backend needs a mask. Trees have our own
+        attention."""
         return DFlashVerifyInput(
             draft_token=None,
             positions=None,
-            draft_token_num=self.width,
+            draft_token_num=self.num_tokens,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
 
     def capture_prepare(self, *args, **kwargs):
         prepared = super().capture_prepare(*args, **kwargs)
         batch = prepared[0]
-        block = self._block.take(batch.batch_size, self._block_width)
+        block = self._block.take(batch.batch_size, self._draft_length)
         if self._draft_plan is not None:
             self._draft_plan.capture(self._cycle.draft_batch(batch, block))
         if batch.batch_size not in self._drafts:
             # Pinned memory cannot be allocated during a capture.
-            shape = (batch.batch_size, self._block_width)
+            shape = (batch.batch_size, self._draft_length)
             self._drafts[batch.batch_size] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         return prepared
 
@@ -251,8 +220,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         assert variant_label is None
         assert attention_variant is None
         for in_shards in self._variants:
-            recorded = partial(self._forward, forward, in_shards)
-            super().capture_one_shape(size, recorded, stream_idx, _variant_label(in_shards))
+            captured = partial(self._forward, forward, in_shards)
+            super().capture_one_shape(size, captured, stream_idx, _variant_label(in_shards))
 
     @shared_schedules()
     def _forward(
@@ -264,9 +233,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         batch: ForwardBatch,
         **kwargs,
     ) -> LogitsProcessorOutput:
-        """In place of the target's forward: run for warm-up, and once more while the graph is being captured."""
+        """Run a cycle in place of the target's forward: for warm-up, and once more while the graph is captured."""
         bs = batch.batch_size
-        recorded = _Recorded(
+        executor = CapturingExecutor(
             draft_backend=self.draft_backend,
             draft_plan=self._draft_plan,
             target_plan=self._target_plan,
@@ -274,33 +243,33 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             drafts=self._drafts[bs],
             has_drafted=torch.cuda.Event(external=True),
         )
-        step = self._cycle.run(batch, self._block.take(bs, self._block_width), in_shards, recorded)
+        cycle = self._cycle.run(batch, self._block.take(bs, self._draft_length), in_shards, executor)
         backends = [*parts(self.attn_backend), *([] if self._draft_plan is None else [self.draft_backend])]
         # The next variant of this size gets new ones.
-        layouts = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
+        metadata = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
         # Not for CPUs, where this module is imported too.
         from sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor import weak_ref_tensor
 
         # What takes most of the memory is read right after a replay, if at all: the next graph is captured in it.
         output = replace(
-            step.output,
-            next_token_logits=weak_ref_tensor(step.output.next_token_logits),
-            hidden_states=weak_ref_tensor(step.output.hidden_states),
+            cycle.target_output,
+            next_token_logits=weak_ref_tensor(cycle.target_output.next_token_logits),
+            hidden_states=weak_ref_tensor(cycle.target_output.hidden_states),
         )
-        settled = replace(step.settled, hidden_states=weak_ref_tensor(step.settled.hidden_states))
-        # Kept from the last run, which is the captured one: its memory is what a replay fills.
-        self._graphs[bs, in_shards] = _Graph(batch, recorded.drafts, recorded.has_drafted, settled, layouts)
+        verified = replace(cycle.verified, hidden_states=weak_ref_tensor(cycle.verified.hidden_states))
+        # The last run is the captured one. A replay fills its memory.
+        self._graphs[bs, in_shards] = _Graph(batch, executor.drafts, executor.has_drafted, verified, metadata)
         return output
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
     def inputs(self, bs: int) -> CycleInputs | None:
-        """The buffers of the graph for a batch size; None: there is no such graph."""
+        """Return the static buffers for a batch size; None: there is no such graph."""
         if not self.has(bs):
             return None
         if bs not in self._inputs:
-            blocks = (self._block.take(size, self._block_width) for size in (self.padded(bs), bs))
-            rows = slice(bs * self.width)
+            blocks = (self._block.take(size, self._draft_length) for size in (self.padded(bs), bs))
+            rows = slice(bs * self.num_tokens)
             buffers = self.buffers
             self._inputs[bs] = CycleInputs(
                 *blocks, buffers.input_ids[rows], buffers.positions[rows], buffers.out_cache_loc[rows]
@@ -308,17 +277,17 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return self._inputs[bs]
 
     def has(self, bs: int) -> bool:
-        """Whether there is a graph for a batch size."""
+        """Return True if there is a graph for a batch size."""
         if self.disable_padding:
             return bs in self.capture_bs
         return self._min_bs <= bs <= self.max_bs
 
     def padded(self, bs: int) -> int:
-        """The batch size of that graph."""
+        """Return P, the batch size of that graph."""
         return self._pad_to_bucket(bs, self.capture_bs)
 
     def seconds(self, bs: int) -> float:
-        """What a replay takes, of requests without a context."""
+        """Return the duration of a replay, for requests without a context."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self.backend.replay_session():
             begin.record()
@@ -328,10 +297,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return begin.elapsed_time(end) / 1e3
 
     def load_batch(self, forward_batch: ForwardBatch, pp_proxy_tensors=None) -> None:
-        """Prepare a replay for a batch whose inputs are in the buffers of `block` already."""
+        """Prepare a replay for a batch whose inputs are in the static buffers already."""
         bs = forward_batch.batch_size
         padded_bs = self.padded(bs)
-        num_tokens, padded_num_tokens = (size * self.width for size in (bs, padded_bs))
+        num_tokens, padded_num_tokens = (size * self.num_tokens for size in (bs, padded_bs))
         self._validate_capture_hidden_mode(forward_batch)
         self.deepep_adapter.replay()
         if self._has_more_inputs or forward_batch.mrope_positions is not None:
@@ -344,7 +313,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             )
         if self._target_plan.needs_host_lens:
             # Padded requests have one token.
-            padding = torch.full((padded_bs - bs,), 1 + self.width)
+            padding = torch.full((padded_bs - bs,), 1 + self.num_tokens)
             kv_lens = torch.cat((forward_batch.seq_lens_cpu.to(torch.int64), padding))
             batch = self._graphs[padded_bs, False].batch
             self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
@@ -352,72 +321,81 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._in_shards))
 
     def _resolve_shared_read_ends(self, attn_backend: AttentionBackend, forward_mode: ForwardMode) -> SharedReadEnds:
-        """When the scheduler may change `req_to_token` again, which the whole graph reads."""
+        """Let the scheduler change `req_to_token` after the replay only: the whole graph reads it."""
         return SharedReadEnds.POST_REPLAY
 
-    def step(self, batch: ForwardBatch, output: LogitsProcessorOutput, has_grammar: bool) -> Step:
-        """What the last replay has done for `batch`: the decision in memory of its own, the rest in the graph's."""
+    def output(self, batch: ForwardBatch, target_output: LogitsProcessorOutput, has_grammar: bool) -> CycleOutput:
+        """Return the last replay's result.
+
+        What was accepted is a copy. The rest is in the graph's memory.
+
+        Args:
+            batch: as it was replayed.
+            target_output: the target's.
+            has_grammar: the batch has a request with a grammar.
+        """
         graph, bs = self._graphs[self.bs, self._in_shards], self.raw_bs
-        drafts = None
+        grammar_tree = None
         if has_grammar:
-            drafts = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)
-        return Step(batch, output, graph.settled.take(bs), drafts, is_replay=True)
+            grammar_tree = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)
+        return CycleOutput(batch, target_output, graph.verified.take(bs), grammar_tree, is_replay=True)
 
 
 class CycleGraphs:
-    """The runners of every width.
+    """Graphs of every draft length N that a server chooses from.
 
     Attributes:
-        lengths: the draft lengths that there are graphs for, ascending.
+        lengths: these N, ascending.
     """
 
-    def __init__(self, whole: CycleGraphRunner, narrow_widths: tuple[int, ...]) -> None:
-        """Capture the other widths beside `whole`, and time them all.
+    def __init__(self, longest: CycleGraphRunner, shorter_lengths: tuple[int, ...]) -> None:
+        """Capture the graphs of shorter drafts, and time all graphs.
 
         Args:
-            narrow_widths: ascending; the first is of plain decoding. Of the others, the narrowest is captured for all
-                batches, and those between it and `whole` for batches whose cycles they may make shorter.
+            longest: graphs of the largest N.
+            shorter_lengths: other N, ascending. The first one is 1, without drafts. It and the second one are captured
+                for all batch sizes, the others for those at which they may be faster than `longest`.
         """
-        self._whole, self._runners = whole, {whole.width: whole}
+        self._longest, self._runners = longest, {longest.num_tokens: longest}
         self._seconds: dict[tuple[int, int], float] = {}
-        if narrow_widths:
-            few, between = narrow_widths[:2], narrow_widths[2:]
-            self._runners |= {width: whole.narrower(width, min_bs=1) for width in few}
+        if shorter_lengths:
+            shortest, between = shorter_lengths[:2], shorter_lengths[2:]
+            self._runners |= {length: longest.shorter(length, min_bs=1) for length in shortest}
             self._seconds = self._time()
-            slow = [
+            compute_bound = [
                 bs
-                for bs in whole.capture_bs
-                if self._seconds[bs, whole.width] > COMPUTE_BOUND_RATIO * self._seconds[bs, few[-1]]
+                for bs in longest.capture_bs
+                if self._seconds[bs, longest.num_tokens] > COMPUTE_BOUND_RATIO * self._seconds[bs, shortest[-1]]
             ]
-            if slow and between:
+            if compute_bound and between:
                 # Batches between two sizes are padded to the larger one.
-                min_bs = max((bs for bs in whole.capture_bs if bs < slow[0]), default=0) + 1
-                self._runners |= {width: whole.narrower(width, min_bs) for width in between}
+                min_bs = max((bs for bs in longest.capture_bs if bs < compute_bound[0]), default=0) + 1
+                self._runners |= {length: longest.shorter(length, min_bs) for length in between}
                 self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
-            log_info_on_rank0(logger, f"A cycle's ms by batch size and rows of a request: {ms}")
+            log_info_on_rank0(logger, f"Milliseconds of a cycle by batch size and verified tokens of a request: {ms}")
         self.lengths = tuple(sorted(self._runners))
 
-    def __getitem__(self, width: int) -> CycleGraphRunner:
-        return self._runners[width]
+    def __getitem__(self, length: int) -> CycleGraphRunner:
+        return self._runners[length]
 
     def padded(self, bs: int) -> int:
-        """The batch size of the graphs for so many requests; where there is none, their own."""
-        return self._whole.padded(bs) if self._whole.has(bs) else bs
+        """Return the batch size P of the graphs for bs requests; bs if there is no graph."""
+        return self._longest.padded(bs) if self._longest.has(bs) else bs
 
-    def cost(self, padded_bs: int, width: int) -> float:
-        """What a cycle takes, in seconds; inf where there is no graph."""
-        return self._seconds.get((padded_bs, width), math.inf)
+    def cost(self, padded_bs: int, length: int) -> float:
+        """Return the seconds of a cycle without contexts; inf if there is no graph."""
+        return self._seconds.get((padded_bs, length), math.inf)
 
     def _time(self) -> dict[tuple[int, int], float]:
-        """What a cycle of each size and width takes.
+        """Return the seconds of a cycle by batch size and N.
 
-        Widths of a size are timed right after each other, again and again: what else slows a GPU at start-up, another
-        server's or its own clock, must not make one of them look better than another.
+        All N of a batch size are timed right after each other, several times. Another process or the GPU's clock may
+        slow it down at start-up, and must not make one N look better than another.
         """
-        turns = [(bs, runner) for bs in self._whole.capture_bs for runner in self._runners.values() if runner.has(bs)]
-        seconds = dict.fromkeys(((bs, runner.width) for bs, runner in turns), math.inf)
+        turns = [(bs, runner) for bs in self._longest.capture_bs for runner in self._runners.values() if runner.has(bs)]
+        seconds = dict.fromkeys(((bs, runner.num_tokens) for bs, runner in turns), math.inf)
         for bs, runner in turns * TIMED_REPLAYS:
-            seconds[bs, runner.width] = min(seconds[bs, runner.width], runner.seconds(bs))
-        # Every rank chooses by the same times, as it must by the same rule.
+            seconds[bs, runner.num_tokens] = min(seconds[bs, runner.num_tokens], runner.seconds(bs))
+        # All ranks choose by the same times.
         return get_parallel().tp_group.broadcast_object(seconds, src=0)

@@ -1,8 +1,8 @@
-"""The target's hidden states: the layers that the drafter needs, and the last ones for requests that ask for them.
+"""Hidden states of the target: the layers that the drafter needs, and the last ones for requests that ask for them.
 
-SGLang returns either the captured layers or the last hidden states. A server that was started with
-`--enable-return-hidden-states` gets the last ones as one more captured layer.
-Shapes: T tokens, F captured target layers, H hidden size.
+SGLang returns either the captured layers or the last hidden states. With `--enable-return-hidden-states`, the last ones
+are captured as one more layer.
+Shapes as in :mod:`sglang_dflash.types`: bs requests, T tokens, F captured target layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import weakref
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from torch import nn
 
 _targets: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
 
 
 def capture_last_hidden_states(target_model: nn.Module) -> None:
-    """From now on this model's captured hidden states are [T, (F + 1) * H]."""
+    """Capture the last hidden states too: this model returns [T, (F + 1) * H] from now on."""
     _targets.update(module for module in target_model.modules() if isinstance(module, LogitsProcessor))
 
 
@@ -51,3 +53,22 @@ def capture_layers(
         dflash_target_layer_ids=dflash_target_layer_ids,
         **others,
     )
+
+
+def prompt_hidden_states(
+    batch: ScheduleBatch, hidden_states: torch.Tensor, extend_lens: torch.Tensor
+) -> torch.Tensor | None:
+    """Return a prefill's last hidden states as the scheduler takes them (`_get_prefill_hidden_capture_mode`).
+
+    Args:
+        batch: the prefill.
+        hidden_states: [T, H].
+        extend_lens: [bs] int32, tokens of each request.
+
+    Returns:
+        [T, H] of all prefilled tokens, or [bs, H] of each request's last one; None: no request asks for them.
+    """
+    if not batch.return_hidden_states:
+        return None
+    mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
+    return hidden_states[extend_lens.cumsum(0) - 1] if mode.is_last() else hidden_states

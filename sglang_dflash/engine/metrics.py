@@ -1,4 +1,7 @@
-"""How much of what was drafted is accepted, and where a cycle's time goes: for `/server_info` and for Prometheus."""
+"""Acceptance and stage times of decode cycles, for `/server_info` and for Prometheus.
+
+Shapes as in :mod:`sglang_dflash.types`: N verified tokens, K candidates.
+"""
 
 from __future__ import annotations
 
@@ -15,69 +18,69 @@ STAGES = ("draft", "verify", "append")
 # With `--enable-metrics`, the stages of every 8th cycle are timed.
 TIMED_EVERY = 8
 
-# Points of a cycle, between which its stages lie.
+# Points of a cycle. Its stages lie between them.
 BEGUN, DRAFTED, VERIFIED, APPENDED = range(len(STAGES) + 1)
 
 
 class CycleClock:
-    """Reads the clock of the device that runs the cycles, where a CUDA graph can do it too."""
+    """Clock of the device that runs the cycles. A CUDA graph can read it too."""
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
         self._times = torch.zeros(len(STAGES) + 1, dtype=torch.int64, device=device) if is_on else None
 
     def mark(self, point: int) -> None:
-        """The work launched so far takes the cycle to `point`."""
+        """Note that the work launched so far brings the cycle to `point`."""
         if self._times is not None:
             ops.read_clock(self._times, point)
 
     def read(self) -> torch.Tensor:
-        """[4] int64 ns of the points of the last cycle, on their way to the CPU."""
+        """Return the times of the last cycle's points, [4] int64 in ns, on their way to the CPU."""
         return self._times.to("cpu", non_blocking=True)
 
 
 class CycleMetrics:
-    """Counts of verified blocks by accept length and, with `--enable-metrics`, the seconds of sampled cycles by stage.
+    """Verified blocks by accept length and, with `--enable-metrics`, seconds of sampled cycles by stage.
 
     Attributes:
-        clock: to be marked at every point of a cycle.
+        clock: is marked at every point of a cycle.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
-        # By accepted drafts, of which there is one less than committed tokens.
+        # By accepted drafts, the bonus token not counted.
         self._blocks: Counter[int] = Counter()
-        self._widths: Counter[int] = Counter()
+        self._lengths: Counter[int] = Counter()
         self._ranks: Counter[int] = Counter()
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._cycle = 0
-        # Of the cycles that the scheduler has not seen the end of, in order.
+        # Times of the cycles whose results the scheduler has not read, in order; None: not timed.
         self._pending: deque[torch.Tensor | None] = deque()
         self._prometheus = _Prometheus(block_size) if _exports() else None
         self.clock = CycleClock(device, is_on=self.are_exported)
 
     @property
     def are_exported(self) -> bool:
-        """To Prometheus."""
+        """Metrics are exported to Prometheus by this rank."""
         return self._prometheus is not None
 
     def end_cycle(self) -> None:
-        """A decode cycle has been launched."""
+        """Note that a decode cycle has been launched."""
         if self._prometheus is None:
             return
         self._pending.append(self.clock.read() if self._cycle % TIMED_EVERY == 0 else None)
         self._cycle += 1
 
-    def complete(self, num_correct_drafts: list[int], width: int, ranks: list[int]) -> None:
-        """The oldest cycle has ended.
+    def complete(self, num_correct_drafts: list[int], num_tokens: int, ranks: list[int]) -> None:
+        """Count the oldest cycle that has not been counted.
 
         Args:
-            num_correct_drafts: accepted of each request, without the bonus tokens.
-            width: rows of each that were verified.
-            ranks: of trees, accepted drafts that were the first, second, ... candidate of their position; empty where
-                they are not counted.
+            num_correct_drafts: accepted drafts of each request, without the bonus tokens.
+            num_tokens: N.
+            ranks: accepted drafts of trees that were the first, second, ... candidate of their position; empty if they
+                are not counted.
         """
         self._blocks.update(num_correct_drafts)
-        self._widths[width] += len(num_correct_drafts)
+        self._lengths[num_tokens] += len(num_correct_drafts)
         if ranks:
             self._ranks.update(dict(enumerate(ranks)))
         if self._prometheus is None:
@@ -85,7 +88,7 @@ class CycleMetrics:
         times = self._pending.popleft()
         seconds = {}
         if times is not None:
-            # The scheduler has waited for the cycle's result, which was copied after them.
+            # They are on the CPU: the scheduler has waited for the cycle's result, which was copied after them.
             stages = zip(STAGES, pairwise(times.tolist()), strict=True)
             seconds = {stage: (end - start) / 1e9 for stage, (start, end) in stages}
         for stage, value in seconds.items():
@@ -93,16 +96,16 @@ class CycleMetrics:
         self._prometheus.add(num_correct_drafts, seconds, ranks)
 
     def snapshot(self) -> dict:
-        """For `/server_info`: since the server started."""
+        """Return counts since the server started, for `/server_info`."""
         num_blocks = self._blocks.total()
         snapshot: dict = {"verified_blocks": num_blocks}
         if num_blocks:
             num_drafts = sum(correct * count for correct, count in self._blocks.items())
             snapshot["acceptance_length"] = 1 + num_drafts / num_blocks
-            snapshot["blocks_by_verified_rows"] = dict(sorted(self._widths.items()))
-            # Of the blocks that were verified that far.
+            snapshot["blocks_by_verified_rows"] = dict(sorted(self._lengths.items()))
+            # Share of the blocks that were verified that far.
             snapshot["acceptance_rate_by_position"] = [
-                _over(self._blocks, position - 1) / max(1, _over(self._widths, position))
+                _over(self._blocks, position - 1) / max(1, _over(self._lengths, position))
                 for position in range(1, self._block_size)
             ]
         if self._ranks:
@@ -115,11 +118,12 @@ class CycleMetrics:
 
 @dataclass(frozen=True)
 class AcceptedInTrees:
-    """What so many cycles with trees of one size have accepted.
+    """Accepted nodes and candidates of cycles with trees of one size.
 
     Attributes:
-        nodes: [N], requests that accepted each node; of the root, all that had a tree.
-        ranks: [K], accepted drafts that were the first, the second, ... candidate of their position.
+        nodes: [N]. Requests that accepted each node; of the root, all that had a tree.
+        ranks: [K]. Accepted drafts that were the first, the second, ... candidate of their position.
+        cycles: how many these are.
     """
 
     nodes: list[int]
@@ -128,39 +132,40 @@ class AcceptedInTrees:
 
 
 class TreeCounts:
-    """Brings what the device adds up (`Settled.tree_counts`) to the host, for several cycles at once: a copy takes the
-    host longer than most of what it does for a cycle."""
+    """Copies counts that the device sums up (`Verified.tree_counts`) to the host, for several cycles at once.
+
+    A copy takes the host longer than most of its work for a cycle.
+    """
 
     def __init__(self, num_candidates: int, every: int) -> None:
         """
         Args:
             num_candidates: K.
-            every: cycles with trees of one size, at most, between two copies.
+            every: most cycles with trees of one size between two copies.
         """
         self._num_candidates, self._every = num_candidates, every
-        # Of the cycles that the scheduler has not seen the end of, in order; those without a copy are None.
+        # Copies of the cycles whose results the scheduler has not read, in order; None: no copy.
         self._pending: deque[tuple[torch.Tensor, int] | None] = deque()
-        # By the length of counts, which says what trees they are of: cycles since a copy, and what that one had.
+        # By the length of counts, which tells the size of trees: cycles since a copy, and the counts of that copy.
         self._cycles: Counter[int] = Counter()
         self._seen: dict[int, list[int]] = {}
         self._last = 0
 
     def end_cycle(self, counts: torch.Tensor | None) -> None:
-        """A decode cycle has been launched; `counts`: [N + K] int64, None where nobody asks."""
+        """Note that a decode cycle has been launched; `counts`: see `Verified.tree_counts`."""
         copy = None
         if counts is not None:
             size = len(counts)
             self._cycles[size] += 1
-            # What is seldom verified is of interest at once.
+            # A size that is seldom verified is copied at once.
             if size != self._last or self._cycles[size] >= self._every:
-                # The scheduler will have waited for what is launched behind this.
+                # The scheduler waits for work that is launched after this copy.
                 copy = counts.to("cpu", non_blocking=True, copy=True), self._cycles.pop(size)
             self._last = size
         self._pending.append(copy)
 
     def complete(self) -> AcceptedInTrees | None:
-        """The oldest cycle has ended: what it has accepted and those before it that are not known yet; None: that comes
-        with one of the next."""
+        """Return what the oldest cycle and earlier ones have accepted; None: it comes with a later cycle."""
         copy = self._pending.popleft()
         if copy is None:
             return None
@@ -176,7 +181,7 @@ def _over(counts: Counter[int], bound: int) -> int:
 
 
 def _exports() -> bool:
-    """As `SchedulerMetricsCollector` decides it."""
+    """Return True if this rank exports metrics, by the rule of `SchedulerMetricsCollector`."""
     observability = get_observability()
     return observability.enable_metrics and (
         get_parallel().attn_tp_rank == 0 or observability.enable_metrics_for_all_schedulers

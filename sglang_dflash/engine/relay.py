@@ -1,4 +1,4 @@
-"""What travels with a batch: the draft side between two cycles, and the block that the target verifies.
+"""SGLang's `spec_info` of a batch: the state between two cycles, and the drafts that the target verifies.
 
 SGLang reads these objects in its scheduler, its overlap relay (`FutureMap`) and its attention backends.
 """
@@ -17,30 +17,28 @@ from sglang_dflash.types import Trees
 
 
 class DFlashVerifyInput(dflash_info.DFlashVerifyInput):
-    """One block per request, verified by the target as a causal chain, or one tree.
+    """One chain or tree per request, which the target verifies.
 
     SGLang's graph capture builds its own base class for its dummy batches, and FlashInfer and the CPU backend dispatch
     on its type, so this one must be that class.
 
     Attributes:
-        trees: of the requests, as soon as they are grown; None: they have chains.
-        candidates: [bs, W - 1, K] int64, the tokens that they were grown from, the most probable of a position first;
-            None: they have chains, or roots alone.
+        trees: set once they are grown; None: chains. Attention reads them here, because SGLang's layers hand their
+            backend nothing but the batch.
     """
 
     trees: Trees | None = None
-    candidates: torch.Tensor | None = None
 
 
 @dataclass
 class DFlashDraftInput(SpecInput):
-    """What a request needs to be drafted for again: the token that its last cycle ended with.
+    """State of the requests between two cycles.
 
     Attributes:
-        bonus_tokens: [bs] int64, committed, without KV.
-        new_seq_lens: [bs] int64, committed tokens that have KV.
-        future_indices: [bs], set by the scheduler while overlap scheduling relays the two tensors above.
-        reserved_seq_lens_cpu: [bs] int32 on the CPU: no sequence of the next cycle is longer than this.
+        bonus_tokens: [bs] int64. The last committed token, which has no KV yet.
+        new_seq_lens: [bs] int64. Committed tokens that have KV.
+        future_indices: [bs]. Set by the scheduler while overlap scheduling relays the two tensors above.
+        reserved_seq_lens_cpu: [bs] int32 on the CPU. Upper bounds of the next cycle's sequence lengths.
     """
 
     bonus_tokens: torch.Tensor
@@ -64,11 +62,11 @@ class DFlashDraftInput(SpecInput):
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """The scheduler is about to launch a cycle of the batch."""
+        """Reserve KV slots. The scheduler is about to launch a cycle of the batch."""
         self.reserved_seq_lens_cpu = reserve_slots(batch)
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        """Keep the requests at `new_indices`; the reservation is made anew before the next cycle."""
+        """Keep the requests at `new_indices`. The next cycle makes a new reservation."""
         self.reserved_seq_lens_cpu = None
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]

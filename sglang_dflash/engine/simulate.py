@@ -20,17 +20,17 @@ _FIXED_TOKEN = 100
 
 
 class SimulatedAcceptance:
-    """Replaces what a cycle accepted. Its length is in the GPU's memory, so that a CUDA graph can hold this."""
+    """Replacement for what a cycle accepted. Its length is in GPU memory, so that a CUDA graph can read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._length = torch.ones(1, dtype=torch.int64, device=device)
 
     @classmethod
     def from_environment(cls, device: torch.device) -> SimulatedAcceptance | None:
-        """None where nothing is simulated.
+        """Return the simulation that the environment asks for; None: none.
 
         Raises:
-            ConfigError: a variable makes no sense, by its name.
+            ConfigError: a variable has an unknown value.
         """
         if SIMULATE_ACC_LEN <= 0:
             return None
@@ -50,12 +50,12 @@ class SimulatedAcceptance:
         self._length.fill_(sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))
 
     def __call__(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
-        """What the cycle would have returned, had the target accepted the simulated length in every request.
+        """Return the result of a cycle in which the target accepts the simulated length in every request.
 
         Args:
-            accepted: the real decision, for its shape.
-            block_tokens: [bs, W], the verified tokens.
-            seq_lens: [bs].
+            accepted: the real result, for its shape.
+            block_tokens: [bs, W] int64, the verified tokens.
+            seq_lens: [bs] int64.
         """
         bs, width = accepted.out_tokens.shape
         length = self._length.clamp(max=width)

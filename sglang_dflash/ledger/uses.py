@@ -73,7 +73,7 @@ USES = (
         ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
     ),
     Use(
-        "engine/graphs.py",
+        "engine/backends.py",
         "overrides the configuration while attention backends are built",
         ("sglang.srt.runtime_context.RuntimeContext.override",),
     ),
@@ -249,7 +249,7 @@ USES = (
         (f"{_RUNNER}.max_shared_logits_buffer_rows", "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput"),
     ),
     Use(
-        "engine/graphs.py",
+        "engine/backends.py",
         "builds attention backends for smaller draft lengths with it",
         (f"{_RUNNER}._get_attention_backend",),
     ),
@@ -490,7 +490,7 @@ USES = (
         ),
     ),
     Use(
-        "engine/tree_cycle.py",
+        "engine/verification.py",
         "adds the depths of nodes to the positions that SGLang computes from the roots",
         (
             f"{_FORWARD_BATCH}.compute_spec_mrope_positions",

@@ -33,7 +33,7 @@ from sglang_dflash.verify import fast_path
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
 
 if TYPE_CHECKING:
-    from sglang_dflash.engine.cycle import DecodeCycle, Step
+    from sglang_dflash.engine.cycle import CycleOutput, DecodeCycle
 
 # Log probabilities that the sampler returns in lists with an entry for each token of the batch.
 _LOGPROB_LISTS = (
@@ -57,7 +57,7 @@ class FallbackResult:
 
     Attributes:
         parts: each [n] int64 on the device. Batch indices of the requests that were sampled together, ascending. Their
-            drafter context has to be appended again (`DecodeCycle.append_again`).
+            drafter context has to be appended again (`DecodeCycle.append_fallback`).
         failures: for `GenerationBatchResult.extra_keep_alive_refs`. None if SGLang's sampler chose no token.
     """
 
@@ -107,9 +107,15 @@ class _Blocks:
     errors: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Step) -> _Blocks:
-        tokens = step.block_tokens
-        return cls(step.output, tokens, step.positions, step.drafts, torch.zeros_like(tokens, dtype=torch.bool))
+    def of(cls, output: CycleOutput) -> _Blocks:
+        tokens = output.block_tokens
+        return cls(
+            output.target_output,
+            tokens,
+            output.positions,
+            output.grammar_tree,
+            torch.zeros_like(tokens, dtype=torch.bool),
+        )
 
 
 class FallbackSampler:
@@ -186,34 +192,34 @@ class FallbackSampler:
         self,
         batch: ScheduleBatch,
         fallback: list[int],
-        step: Step,
+        output: CycleOutput,
         cycle: DecodeCycle,
         grammar_barrier: Callable[[], None] | None,
     ) -> FallbackResult:
         """Choose the tokens of requests that need SGLang's sampler, and replace what the cycle accepted for them.
 
-        Afterwards `step.accepted` is final for all requests. The log probabilities are in `step.output`.
+        Afterwards `output.accepted` is final for all requests. The log probabilities are in `output.target_output`.
 
         Args:
             fallback: batch indices (:meth:`needs_fallback`), ascending.
-            step: of the cycle that has run.
+            output: of the cycle that has run.
             cycle: accepts the tokens.
             grammar_barrier: overlap scheduling. Advances the grammars to the blocks' first tokens. Called at most once.
         """
         if batch.return_logprob:
-            shape = step.block_tokens.shape
-            step.output.next_token_logprobs = torch.zeros(shape, device=step.block_tokens.device)
+            shape = output.block_tokens.shape
+            output.target_output.next_token_logprobs = torch.zeros(shape, device=output.block_tokens.device)
         if not fallback:
             return FallbackResult()
-        blocks = _Blocks.of(step)
+        blocks = _Blocks.of(output)
         parts = [_Part.of(batch, indices) for indices in _split(fallback, batch, blocks.tokens.shape[1])]
         for part in parts:
-            cycle.overrule(step, part.index, self._sample(batch, part, blocks, grammar_barrier))
+            cycle.accept_fallback(output, part.index, self._sample(batch, part, blocks, grammar_barrier))
             # The first part has waited for the grammars.
             grammar_barrier = None
         if are_penalised(batch.sampling_info):
-            self._penalties.count_accepted(batch.req_pool_indices, step.accepted)
-        failures = self._failures(batch, blocks.failed, blocks.errors, step.accepted.accept_lens)
+            self._penalties.count_accepted(batch.req_pool_indices, output.accepted)
+        failures = self._failures(batch, blocks.failed, blocks.errors, output.accepted.accept_lens)
         return FallbackResult(tuple(part.index for part in parts), failures)
 
     def _sample(

@@ -48,7 +48,7 @@ FLASHINFERS |= {"_cached_module", "run"}
 FOREIGN = FLASHINFERS | {"_name_or_path", "pre_tokenizer", "decoder"}
 FOREIGN |= {"_reorder_linear_weight", "_linear_pointwise", "_replace", "keys", "values"}
 # Attributes of a class of ours that extends one of SGLang's.
-FOREIGN |= {"trees", "candidates"}
+FOREIGN |= {"trees"}
 
 
 # --- what is recorded -----------------------------------------------------------------------------------------------

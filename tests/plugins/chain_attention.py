@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     from sglang_dflash.attention.trees import ChainAttentionBackend
-    from sglang_dflash.engine import cycle
+    from sglang_dflash.engine import stages
 
     class Logged(ChainAttentionBackend):
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
             logger.warning("Chains have our attention.")
 
-    cycle.chain_attention = lambda target_runner, block_size: Logged(target_runner)
+    stages.chain_attention = lambda target_runner, block_size: Logged(target_runner)

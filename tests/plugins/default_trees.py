@@ -11,9 +11,9 @@ OBSTACLE = os.environ.get("DEFAULT_TREES_OBSTACLE")
 
 
 def register() -> None:
-    from sglang_dflash.engine import worker
+    from sglang_dflash.engine import stages
     from sglang_dflash.server_args import trees
 
     trees.TREE_DEVICES = ("cuda", "cpu")
     if OBSTACLE is not None:
-        worker.tree_obstacle = lambda target_runner: OBSTACLE
+        stages.tree_obstacle = lambda target_runner: OBSTACLE

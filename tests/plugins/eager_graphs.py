@@ -55,17 +55,17 @@ class EagerBackend:
 
         if key not in self._replayed:
             self._replayed.add(key)
-            logger.warning("Replayed: %d rows, %s", self._runner.width, key)
+            logger.warning("Replayed: %d rows, %s", self._runner.num_tokens, key)
         forward, output, kept_as, kept = self._captured[key]
         for tensor in self.shared:
             tensor.fill_(torch.nan)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             overwrite(output, forward())
-        settled, new = kept.settled, self._runner._graphs[kept_as].settled
-        overwrite(settled.accepted, new.accepted)
+        verified, new = kept.verified, self._runner._graphs[kept_as].verified
+        overwrite(verified.accepted, new.accepted)
         # For chains, the hidden states are the target's output, which was overwritten above.
-        if settled.hidden_states is not output.hidden_states:
-            overwrite(settled, new)
+        if verified.hidden_states is not output.hidden_states:
+            overwrite(verified, new)
         self._runner._graphs[kept_as] = kept
         return output
 

@@ -29,7 +29,8 @@ def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.engine.worker import DFlashWorker, _Eager
+    from sglang_dflash.engine.executor import EagerExecutor
+    from sglang_dflash.engine.worker import DFlashWorker
 
     verify, init_cuda_graphs = DFlashWorker._verify, DFlashWorker.init_cuda_graphs
     own_attention = {}
@@ -44,16 +45,17 @@ def register():
         output = verify(worker, forward_batch, can_run_cuda_graph)
         if not can_run_cuda_graph:
             return output
-        runner, cycle = worker.target_worker.model_runner, worker._cycle
+        runner, cycle = worker.target_worker.model_runner, worker._built.cycle
         graphs = runner.decode_cuda_graph_runner
-        step, drafted = graphs.step(forward_batch, output, has_grammar=False), forward_batch.input_ids.clone()
-        accepted = step.accepted
+        replay, drafted = graphs.output(forward_batch, output, has_grammar=False), forward_batch.input_ids.clone()
+        accepted = replay.accepted
 
         block = graphs.inputs(forward_batch.batch_size).block
         backend = worker.draft_model_runner.attn_backend
-        eagerly = _Eager(backend, False, worker._verify)
+        eagerly = EagerExecutor(backend, False, worker._verify)
         # The drafts are in the memory of the block's tokens.
-        drafted_again = cycle._draft(forward_batch, replace(block, input_ids=begun), eagerly).view(-1)
+        drafts = cycle._draft(forward_batch, replace(block, input_ids=begun), eagerly)
+        drafted_again = drafts.block_tokens.view(-1)
         record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
 
         same_block = replace(forward_batch, input_ids=drafted)
@@ -64,12 +66,12 @@ def register():
         finally:
             runner.decode_cuda_graph_runner, runner.attn_backend = graphs, of_graphs
         target_tokens = cycle._choose(eager, block, in_shards=False)
-        accepted_again = cycle._settle(same_block, block, eager, target_tokens).accepted
+        accepted_again = cycle.verification.accept(same_block, block, drafts, eager, target_tokens).accepted
         replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
         hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
         record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)
 
-        cycle.append_again(step, torch.arange(len(accepted.accept_lens), device=worker.device))
+        cycle.append_fallback(replay, torch.arange(len(accepted.accept_lens), device=worker.device))
         torch.cuda.synchronize()
         return output
 

@@ -122,17 +122,16 @@ def register() -> None:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
     from sglang_dflash.engine.adaptive.cost import MeasuredCost
-    from sglang_dflash.engine.cycle import DecodeCycle
-    from sglang_dflash.engine.tree_cycle import TreeCycle
+    from sglang_dflash.engine.verification import ChainVerification, TreeVerification
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.recurrent.state import RecurrentState
     from sglang_dflash.verify.sampler import FallbackSampler
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
-    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft
     add_cost, resolve = MeasuredCost._add, FallbackSampler.resolve
     commit, step = RecurrentState._commit, DFlashWorker.forward_batch_generation
-    draft_trees = TreeCycle._draft
+    draft_trees = TreeVerification.draft
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -150,17 +149,17 @@ def register() -> None:
             known.begin(req)
         return prefill(worker, batch, on_publish)
 
-    def overwrite(cycle, batch, *args):
+    def overwrite(verification, head, hidden_states, batch, block):
         known.read()
-        rows = draft(cycle, batch, *args)
-        known.write(rows, batch)
-        return rows
+        drafts = draft(verification, head, hidden_states, batch, block)
+        known.write(drafts.block_tokens, batch)
+        return drafts
 
-    def overwrite_trees(cycle, batch, block, *args):
+    def overwrite_trees(verification, head, hidden_states, batch, block):
         known.read()
-        rows = draft_trees(cycle, batch, block, *args)
-        known.plant(batch.spec_info.trees, batch, block)
-        return rows
+        drafts = draft_trees(verification, head, hidden_states, batch, block)
+        known.plant(drafts.trees, batch, block)
+        return drafts
 
     def commit_or_not(states, slots, rows, seq_lens, accept_lens, paths, is_due):
         if known.fault == "paths":
@@ -178,8 +177,8 @@ def register() -> None:
             pool.req_index_to_mamba_index_mapping.zero_()
         return resolve(sampler, batch, fallback, *args)
 
-    def add_known_cost(cost, bs, width, seconds):
-        add_cost(cost, bs, width, bs * (1 + width / 16 if width <= 4 else width))
+    def add_known_cost(cost, bs, length, seconds):
+        add_cost(cost, bs, length, bs * (1 + length / 16 if length <= 4 else length))
 
     def recorded(worker, batch, *args, **kwargs):
         is_decode = batch.forward_mode.is_decode()
@@ -189,11 +188,11 @@ def register() -> None:
             known.slots = None
         if is_decode and known.record is not None:
             slots = worker.req_to_token_pool.get_mamba_indices(batch.req_pool_indices)
-            known.save(worker._states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
+            known.save(worker._pools.states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
         return result
 
-    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
-    MeasuredCost._add, TreeCycle._draft = add_known_cost, overwrite_trees
+    MeasuredCost._add, TreeVerification.draft = add_known_cost, overwrite_trees
     RecurrentState._commit = commit_or_not
     FallbackSampler.resolve = resolve_late

@@ -136,11 +136,11 @@ def register() -> None:
         keep_whole_windows()
     if DRAFTS is None:
         return
-    from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.verification import ChainVerification, TreeVerification
     from sglang_dflash.engine.worker import DFlashWorker
 
     drafts = Drafts(_read(DRAFTS), _read(CANDIDATES))
-    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft
+    alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft
 
     def allocate(worker, *args, **kwargs):
         alloc_memory_pool(worker, *args, **kwargs)
@@ -151,18 +151,18 @@ def register() -> None:
             drafts.begin(req)
         return prefill(worker, batch, on_publish)
 
-    def overwrite(cycle, batch, *args):
-        return drafts.write(draft(cycle, batch, *args), batch)
+    def overwrite(verification, head, hidden_states, batch, block):
+        drafted = draft(verification, head, hidden_states, batch, block)
+        drafts.write(drafted.block_tokens, batch)
+        return drafted
 
-    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._draft = allocate, begin, overwrite
+    DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft = allocate, begin, overwrite
     if CANDIDATES is None:
         return
-    from sglang_dflash.engine.tree_cycle import TreeCycle
+    draft_trees = TreeVerification.draft
 
-    draft_trees = TreeCycle._draft
+    def draft_from(verification, head, hidden_states, batch, block):
+        head.candidates = lambda hidden_states, bs: drafts.candidates(block)
+        return draft_trees(verification, head, hidden_states, batch, block)
 
-    def draft_from(cycle, batch, block, forwards):
-        cycle._head.candidates = lambda hidden_states, bs: drafts.candidates(block)
-        return draft_trees(cycle, batch, block, forwards)
-
-    TreeCycle._draft = draft_from
+    TreeVerification.draft = draft_from

@@ -40,7 +40,7 @@ def register():
         torch.cuda.set_sync_debug_mode("error")
         try:
             entry = {"bs": bs, "waits_are_noticed": is_noticed(batch.seq_lens)}
-            entry["plain"] = not worker._sampler.needs_fallback(batch)
+            entry["plain"] = not worker._loaded.sampler.needs_fallback(batch)
             result = step(worker, batch, *args, **kwargs)
         finally:
             torch.cuda.set_sync_debug_mode("default")

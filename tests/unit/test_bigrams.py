@@ -42,9 +42,9 @@ class Served:
         parts = [*(self.texts[i] for i in places), *([self.texts[i][-1]] for i in decoding)]
         batch.input_ids = torch.tensor(sum(parts, []))
         batch.req_pool_indices = 1 + torch.tensor([*places, *decoding])
-        extend_lens = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+        batch.extend_lens = [len(part) for part in parts]
         written = draw(len(parts))
-        self.bigrams.begin(batch, extend_lens, torch.tensor(written, dtype=torch.int32))
+        self.bigrams.begin(batch, torch.tensor(written, dtype=torch.int32))
         for i, token in zip((*places, *decoding), written, strict=True):
             self.texts[i].append(token)
 

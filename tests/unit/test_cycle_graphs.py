@@ -12,12 +12,12 @@ from sglang_dflash.engine.graphs import CycleGraphs
 class Runner:
     """A `CycleGraphRunner` whose replays take a given time."""
 
-    def __init__(self, width, times, min_bs=1):
-        self.width, self._times, self.min_bs = width, times, min_bs
+    def __init__(self, num_tokens, times, min_bs=1):
+        self.num_tokens, self._times, self.min_bs = num_tokens, times, min_bs
         self.capture_bs = [bs for bs in (1, 2, 4, 8, 16) if bs >= min_bs]
 
-    def narrower(self, width, min_bs):
-        return Runner(width, self._times, min_bs)
+    def shorter(self, num_tokens, min_bs):
+        return Runner(num_tokens, self._times, min_bs)
 
     def has(self, bs):
         return self.min_bs <= bs <= 16
@@ -26,7 +26,7 @@ class Runner:
         return min(size for size in self.capture_bs if size >= bs)
 
     def seconds(self, bs):
-        return self._times(bs, self.width)
+        return self._times(bs, self.num_tokens)
 
 
 @pytest.fixture(autouse=True)

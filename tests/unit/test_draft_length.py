@@ -9,8 +9,8 @@ import pytest
 
 from sglang_dflash.engine.adaptive import controller
 from sglang_dflash.engine.adaptive import cost as costs
-from sglang_dflash.engine.adaptive.acceptance import ChainAcceptance, TreeAcceptance
-from sglang_dflash.engine.adaptive.controller import LengthChooser, chain_lengths, tree_lengths
+from sglang_dflash.engine.adaptive.acceptance import ChainAcceptance, TreeAcceptance, chain_lengths, tree_lengths
+from sglang_dflash.engine.adaptive.controller import LengthChooser
 from sglang_dflash.engine.adaptive.cost import LATENCY_SAMPLES, HostLatency, MeasuredCost
 from sglang_dflash.engine.metrics import AcceptedInTrees
 

@@ -20,8 +20,27 @@ RATE_DECAY = 0.99
 DRAFTS_PER_CYCLE = 10
 
 
+def chain_lengths(block_size: int) -> tuple[int, ...]:
+    """Return the draft lengths of chains: 1 and quarters of a block. Each takes CUDA graphs of its own."""
+    return tuple(sorted({1} | {max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
+
+
+def tree_lengths(num_nodes: int) -> tuple[int, ...]:
+    """Return the draft lengths of trees: 1, and trees of half as many nodes as the next."""
+    lengths = [num_nodes]
+    while lengths[-1] >= 8:
+        lengths.append(lengths[-1] // 2)
+    return (1, *reversed(lengths))
+
+
 class AcceptanceModel(Protocol):
-    """Expected tokens of a cycle by draft length."""
+    """Expected tokens of a cycle by draft length.
+
+    Attributes:
+        lengths: draft lengths to choose from, ascending.
+    """
+
+    lengths: tuple[int, ...]
 
     def learn(
         self,
@@ -84,6 +103,7 @@ class ChainAcceptance:
             block_size: B.
             cycles_per_update: consecutive cycles of one draft length that are learned together.
         """
+        self.lengths = chain_lengths(block_size)
         # Of each draft, given that those before it were accepted.
         self._rates = _AcceptanceRates(block_size - 1)
         self._cycles_per_update = cycles_per_update
@@ -138,6 +158,7 @@ class TreeAcceptance:
             block_size: B, the length of the longest chain.
             cycles_per_update: see :class:`ChainAcceptance`.
         """
+        self.lengths = tree_lengths(num_nodes)
         # The root is always accepted.
         self._rates = _AcceptanceRates(num_nodes)
         self._expected: list[float] | None = None

@@ -32,19 +32,6 @@ EXPLORE_EVERY = 64
 CYCLES_PER_CHOICE = 16
 
 
-def chain_lengths(block_size: int) -> tuple[int, ...]:
-    """Return the draft lengths of chains: 1 and quarters of a block. Each takes CUDA graphs of its own."""
-    return tuple(sorted({1} | {max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
-
-
-def tree_lengths(num_nodes: int) -> tuple[int, ...]:
-    """Return the draft lengths of trees: 1, and trees of half as many nodes as the next."""
-    lengths = [num_nodes]
-    while lengths[-1] >= 8:
-        lengths.append(lengths[-1] // 2)
-    return (1, *reversed(lengths))
-
-
 class DraftLengthController(Protocol):
     """Chooses the draft length of every cycle.
 

@@ -1,0 +1,297 @@
+"""State of the worker, as SGLang's scheduler sets it up: one frozen object per call.
+
+__init__                 LoadedModels   weights, and memory of running requests that SGLang must not give to pools
+alloc_memory_pool        Pools          KV pools of target and drafter, recurrent states
+init_attention_backends  BuiltCycle     chains or trees, and the decode cycle
+init_cuda_graphs         Serving        CUDA graphs, and the draft length of each cycle
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import asdict, dataclass
+
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_schedule, get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import log_info_on_rank0
+
+from sglang_dflash import cpu_support
+from sglang_dflash.attention.plan import chain_attention, prepare_chains
+from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
+from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.draft.bigrams import Bigrams
+from sglang_dflash.draft.head import DraftHead
+from sglang_dflash.draft.window import DraftWindow
+from sglang_dflash.engine.adaptive.controller import (
+    CYCLES_PER_CHOICE,
+    CpuController,
+    DraftLengthController,
+    FixedLength,
+    GpuController,
+)
+from sglang_dflash.engine.cycle import DecodeCycle
+from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
+from sglang_dflash.engine.hidden_states import capture_last_hidden_states
+from sglang_dflash.engine.metrics import CycleMetrics, TreeCounts
+from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.engine.verification import ChainVerification, TreeVerification, Verification
+from sglang_dflash.memory.limits import check_pool, check_window_pool
+from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
+from sglang_dflash.ops import add_norm, small_m_linear
+from sglang_dflash.recurrent.state import RecurrentState
+from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
+from sglang_dflash.verify.sampler import FallbackSampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """State without pools, made before SGLang sizes them by the memory that is left.
+
+    Attributes:
+        block_size: B.
+        mask_token_id: of the drafter's checkpoint.
+        num_candidates: K, 1 for chains. A target that has no trees gets chains in spite of it.
+        asks_for_trees: the user asked for trees, so that an obstacle is an error.
+        head: the drafter's lm_head, for K candidates.
+        sampler: chooses tokens for requests that need SGLang's sampler.
+        bigrams: pairs of tokens in the texts of all running requests; None for chains.
+        metrics: acceptance and stage times.
+        seeds: of sampled requests, equal on all tensor-parallel ranks, which run the same cycles.
+    """
+
+    block_size: int
+    mask_token_id: int
+    num_candidates: int
+    asks_for_trees: bool
+    head: DraftHead
+    sampler: FallbackSampler
+    bigrams: Bigrams | None
+    metrics: CycleMetrics
+    seeds: random.Random
+
+    @classmethod
+    def prepare(cls, server_args: ServerArgs, target_worker: TpModelWorker, draft_runner: ModelRunner) -> LoadedModels:
+        """Connect the two models, and install the kernels that replace single layers."""
+        target_runner, device = target_worker.model_runner, target_worker.device
+        target_model, draft_model = target_runner.model, draft_runner.model
+        draft_model.use_target_embedding(target_model.get_input_embeddings())
+        for model in (target_model, draft_model):
+            if device == "cpu":
+                cpu_support.install_layers(model)
+            else:
+                add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0)
+        if get_exec().features.enable_return_hidden_states:
+            capture_last_hidden_states(target_model)
+        tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
+        k = num_candidates(server_args, target_runner.model_config)
+        # SGLang gives out at most as many request slots as requests may run, and one for padding.
+        num_slots = get_schedule().max_running_requests + 1
+        return cls(
+            block_size=block_size,
+            mask_token_id=draft_model.dflash_config.mask_token_id,
+            num_candidates=k,
+            asks_for_trees=asks_for_trees(server_args),
+            head=DraftHead.of(draft_model, target_model.lm_head, tp_group, k),
+            sampler=FallbackSampler(target_runner, num_slots, tp_group),
+            bigrams=Bigrams(num_slots, device) if k > 1 else None,
+            metrics=CycleMetrics(block_size, device),
+            seeds=random.Random(target_worker.random_seed),
+        )
+
+
+@dataclass(frozen=True)
+class Pools:
+    """State with the pools of target and drafter.
+
+    Attributes:
+        kv_memory: bytes of a token in the pools.
+        cycle_memory: bytes of cycles beside the pools.
+        states: of the target's recurrent layers; None: it has none.
+        window: the part of the context that the drafter sees; None: all of it.
+    """
+
+    kv_memory: KVMemory
+    cycle_memory: CycleMemory
+    states: RecurrentState | None
+    window: DraftWindow | None
+
+    @staticmethod
+    def draft_window(block_size: int, page_size: int, req_to_token_pool: ReqToTokenPool) -> DraftWindow | None:
+        """Return the drafter's window, which decides over which pool it runs; None: it sees the whole context."""
+        size = get_spec().speculative_draft_window_size
+        return None if size is None else DraftWindow(size, page_size, block_size, req_to_token_pool)
+
+    @classmethod
+    def measure(
+        cls,
+        loaded: LoadedModels,
+        target_runner: ModelRunner,
+        draft_runner: ModelRunner,
+        config: MemoryPoolConfig,
+        window: DraftWindow | None,
+    ) -> Pools:
+        """Check and describe pools that have been allocated.
+
+        Raises:
+            ConfigError: a pool is too small for one request, or recurrent states do not fit the block size.
+        """
+        assert len(target_runner.req_to_token_pool.req_to_token) <= loaded.sampler.num_slots
+        check_pool(config, target_runner.page_size)
+        check_window_pool(config, target_runner.sliding_window_size, target_runner.page_size)
+        kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool)
+        logger.info("%s", kv_memory)
+        cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
+        return cls(kv_memory, cycle_memory, RecurrentState.of(target_runner, loaded.block_size), window)
+
+
+@dataclass(frozen=True)
+class BuiltCycle:
+    """State with attention backends.
+
+    Attributes:
+        cycle: chains or trees.
+        num_candidates: K, 1 for chains.
+        head: the drafter's lm_head, for K candidates.
+        bigrams: see :class:`LoadedModels`.
+    """
+
+    cycle: DecodeCycle
+    num_candidates: int
+    head: DraftHead
+    bigrams: Bigrams | None
+
+    @classmethod
+    def build(
+        cls, loaded: LoadedModels, pools: Pools, target_runner: ModelRunner, draft_runner: ModelRunner
+    ) -> BuiltCycle:
+        """Choose chains or trees, and make the cycle.
+
+        Raises:
+            ConfigError: the user asked for trees of a target that has none.
+        """
+        k, head, bigrams = loaded.num_candidates, loaded.head, loaded.bigrams
+        obstacle = _default_tree_obstacle(loaded, target_runner)
+        if obstacle is not None:
+            log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
+            k, bigrams = 1, None
+            head = DraftHead.of(draft_runner.model, target_runner.model.lm_head, get_parallel().tp_group, k=1)
+        simulated = SimulatedAcceptance.from_environment(draft_runner.device)
+        verification: Verification
+        if k == 1:
+            prepare_chains(target_runner.attn_backend)
+            attention = chain_attention(target_runner, loaded.block_size)
+            verification = ChainVerification(target_runner, loaded.block_size, simulated, attention)
+        else:
+            verification = TreeVerification(
+                target_runner,
+                get_spec().speculative_num_draft_tokens,
+                loaded.block_size,
+                simulated,
+                attention=TreeAttentionBackend(target_runner),
+                num_candidates=k,
+                bigrams=bigrams,
+                counts_accepted=get_spec().speculative_adaptive or loaded.metrics.are_exported,
+            )
+        cycle = DecodeCycle(
+            draft_runner=draft_runner,
+            target_model=target_runner.model,
+            head=head,
+            block_size=loaded.block_size,
+            verification=verification,
+            window=pools.window,
+            states=pools.states,
+            simulated=simulated,
+            clock=loaded.metrics.clock,
+        )
+        return cls(cycle, k, head, bigrams)
+
+
+def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> str | None:
+    """Return why a target gets chains where trees are the default; None: it gets what was asked for, or trees."""
+    if loaded.num_candidates == 1 or loaded.asks_for_trees:
+        return None
+    obstacle = tree_obstacle(target_runner)
+    if obstacle is None:
+        num_nodes = get_spec().speculative_num_draft_tokens
+        log_info_on_rank0(
+            logger,
+            f"Drafts are verified in trees of up to {num_nodes} nodes; --speculative-eagle-topk 1 verifies chains.",
+        )
+    return obstacle
+
+
+@dataclass(frozen=True)
+class Serving:
+    """State with CUDA graphs, ready to serve.
+
+    Attributes:
+        graphs: of every draft length; None: cycles run eagerly.
+        draft_length: chooses the draft length of each cycle.
+        tree_counts: brings accepted nodes of trees to the host.
+    """
+
+    graphs: CycleGraphs | None
+    draft_length: DraftLengthController
+    tree_counts: TreeCounts
+
+    @classmethod
+    def start(cls, built: BuiltCycle, pools: Pools, target_runner: ModelRunner) -> Serving:
+        """Capture graphs of shorter drafts. The target's own runner has captured the longest.
+
+        Raises:
+            ConfigError: SGLang captured other graphs than the cycle's, or none that `--speculative-adaptive` needs.
+        """
+        runner = target_runner.decode_cuda_graph_runner
+        longest = runner if isinstance(runner, CycleGraphRunner) else None
+        if longest is None and isinstance(runner, DecodeCudaGraphRunner):
+            raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
+        is_adaptive = get_spec().speculative_adaptive
+        if is_adaptive and longest is None and target_runner.device != "cpu":
+            # Flags have been checked (`refusals.check_adaptive`), but SGLang leaves graphs out for other reasons too.
+            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
+        cycles_per_choice = 1 if longest is None else CYCLES_PER_CHOICE
+        # Exported metrics are exact. One rank exports, but all of them must learn the same at the same time.
+        counted_every = 1 if get_observability().enable_metrics else cycles_per_choice
+        tree_counts = TreeCounts(built.num_candidates, counted_every)
+        verification = built.cycle.verification
+        if not is_adaptive:
+            graphs = None if longest is None else CycleGraphs(longest, ())
+            return cls(graphs, FixedLength(verification.num_tokens), tree_counts)
+        acceptance = verification.acceptance_model(cycles_per_choice)
+        if longest is None:
+            return cls(None, CpuController(acceptance.lengths, acceptance), tree_counts)
+        graphs = CycleGraphs(longest, acceptance.lengths[:-1])
+        kv_bytes = pools.kv_memory.target_bytes_per_token + pools.kv_memory.drafter_bytes_per_token
+        return cls(graphs, GpuController(graphs, acceptance, kv_bytes), tree_counts)
+
+
+def describe(loaded: LoadedModels, pools: Pools, built: BuiltCycle, draft_runner: ModelRunner) -> dict:
+    """Return the part of `/server_info` that is about the server and its cycles."""
+    return {
+        "block_size": loaded.block_size,
+        "verified_rows": built.cycle.verification.num_tokens,
+        "candidates_per_position": built.num_candidates,
+        "draft_attention_backend": draft_runner.decode_attention_backend_str,
+        "draft_window_size": get_spec().speculative_draft_window_size,
+        # The present size: SGLang may shrink the pools once CUDA graphs have taken their memory.
+        "kv_capacity_tokens": draft_runner.token_to_kv_pool.size,
+        "kv_bytes_per_token": {
+            "target": pools.kv_memory.target_bytes_per_token,
+            "drafter": pools.kv_memory.drafter_bytes_per_token,
+        },
+        "cycle_bytes": asdict(pools.cycle_memory)
+        | {
+            "penalties": loaded.sampler.penalty_bytes,
+            "bigrams": 0 if built.bigrams is None else built.bigrams.nbytes,
+        },
+        "recurrent_states": None if pools.states is None else pools.states.describe(),
+        **loaded.metrics.snapshot(),
+    }
