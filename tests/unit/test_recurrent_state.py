@@ -122,7 +122,8 @@ def test_slots_that_are_given_away_after_a_cycle(pair):
 
     slots = states.copy_slots(rows)
     mapping[rows] = torch.tensor([5, 6], dtype=mapping.dtype)
-    states.commit_copied(slots, seq_lens=torch.tensor([8, 9]), accept_lens=torch.tensor([2, 1]))
+    paths = torch.arange(16).expand(2, -1)
+    states.commit_copied(slots, seq_lens=torch.tensor([8, 9]), accept_lens=torch.tensor([2, 1]), paths=paths)
 
     changed = (cache.temporal != before).flatten(2).any(dim=2).any(dim=0)
     assert changed.nonzero().flatten().tolist() == [3, 4]

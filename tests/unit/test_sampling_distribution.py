@@ -89,8 +89,8 @@ def step_of(block: torch.Tensor, positions: torch.Tensor, output: LogitsProcesso
     return SimpleNamespace(
         block_tokens=block,
         positions=positions,
-        output=output,
-        drafts=None,
+        target_output=output,
+        grammar_tree=None,
         seq_lens=seq_lens,
         accepted=Acceptance.empty(*block.shape, block.device),
     )
@@ -107,7 +107,7 @@ class AcceptingCycle:
         self.bias = bias
         self.parts: list[list[int]] = []
 
-    def overrule(self, step, index: torch.Tensor, target: torch.Tensor) -> None:
+    def accept_fallback(self, step, index: torch.Tensor, target: torch.Tensor) -> None:
         self.parts.append(index.tolist())
         block = step.block_tokens[index]
         target[:, 0] = torch.where(torch.rand(len(index)) < self.bias, block[:, 1], target[:, 0])
