@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 CHECKOUT = Path(__file__).parents[2]
 # What a build reads.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "sglang_dflash")
+SOURCES = ("pyproject.toml", "docs/package.md", "LICENSE", "NOTICE", "sglang_dflash")
 MAX_BYTES = 2_000_000
 MAX_NEW_TOKENS = 40
 
@@ -69,7 +70,8 @@ def copy_sources(folder: Path) -> Path:
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(source, folder)
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(source, folder / name)
     return folder
 
 
@@ -110,6 +112,10 @@ def test_contents(wheel):
     }
     metadata = message_from_string(texts["METADATA"])
     assert metadata.get_all("Requires-Dist") == ["sglang==0.5.23.*"]
+    description = metadata.get_payload()
+    assert "DFlash speculative decoding" in description
+    # A package index shows no file of the repository.
+    assert not re.findall(r"\]\((?!https://)", description)
 
 
 @pytest.mark.cpu(reason="the environment is made of .venv's packages")
