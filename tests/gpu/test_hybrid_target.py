@@ -11,7 +11,7 @@ import torch
 from support import hybrid
 from support.engine_process import run
 from support.plugins import python_path
-from support.targets import drafts
+from support.targets import NUM_CANDIDATES, candidate_logits, drafts
 from support.ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
 
 INTERVAL = 64
@@ -75,6 +75,10 @@ class Case:
         path = self._folder / "drafts.json"
         path.write_text(json.dumps(known))
         env = env | {"ORACLE_DRAFTS": str(path), "PYTHONPATH": python_path("oracle_drafts")}
+        if "speculative_eagle_topk" in flags:
+            candidates = self._folder / "candidates.json"
+            candidates.write_text(json.dumps(candidate_logits()))
+            env["ORACLE_CANDIDATES"] = str(candidates)
         engine = self._engine | DFLASH | {"speculative_draft_model_path": str(self._drafter)} | flags
         answers, described = run(self._folder, engine, calls, env)
         assert described["worker"] == "DFlashWorker"
@@ -111,7 +115,8 @@ def check_texts(case: Case, flags: dict, env: dict) -> None:
     states = described["recurrent_states"]
     # The bytes of one state for each token of a block.
     dense = hybrid.BLOCK_SIZE * states["bytes_per_slot"]
-    assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * dense
+    num_tokens = described["verified_rows"] / hybrid.BLOCK_SIZE
+    assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * num_tokens * dense
     same, hits, leads = 0, 0, [0.0]
     for begin, some in zip(begins, answers, strict=True):
         for answer, own in zip(some, plain, strict=True):
@@ -151,6 +156,23 @@ def test_other_classes(architecture, tmp_path):
 )
 def test_other_cycles(flags, tmp_path):
     check_texts(Case(tmp_path, ARCHITECTURES[0], "fa3"), flags, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "num_nodes", "flags", "env"),
+    [
+        ("fa3", 16, {}, RETRACTED),
+        ("flashinfer", 16, {}, {}),
+        ("triton", 24, {}, {}),
+        ("fa3", 32, {"speculative_adaptive": True}, {}),
+        ("fa3", 24, {"disable_cuda_graph": True}, {}),
+        ("fa3", 64, {}, {}),
+    ],
+)
+def test_trees_up_to_ties(backend, num_nodes, flags, env, tmp_path):
+    trees = {"speculative_eagle_topk": NUM_CANDIDATES, "speculative_num_draft_tokens": num_nodes}
+    check_texts(Case(tmp_path, ARCHITECTURES[0], backend), trees | flags, env)
 
 
 @pytest.mark.gpu
