@@ -41,7 +41,7 @@ def ask(server: Server, request: dict) -> Outcome:
         to. `chunks`: of a stream of `/generate`.
     """
     content = request["raw"].encode("latin-1") if "raw" in request else json.dumps(request["body"]).encode()
-    is_stream = request["kind"] in ("stream", "hang up")
+    is_stream = request["kind"] in ("stream", "hang up", "abort")
     try:
         with requests.Session() as http:
             http.trust_env = False
@@ -55,7 +55,7 @@ def ask(server: Server, request: dict) -> Outcome:
             with closing(response):
                 if not is_stream or response.status_code != 200:
                     return {"status": response.status_code, "answer": _json(response)}
-                return {"status": 200} | _read_stream(response, request)
+                return {"status": 200} | _read_stream(server, response, request)
     except requests.RequestException as error:
         return {"status": f"no answer: {type(error).__name__}", "answer": None}
 
@@ -67,15 +67,17 @@ def _json(response: requests.Response) -> Any:
         return response.text
 
 
-def _read_stream(response: requests.Response, request: dict) -> Outcome:
+def _read_stream(server: Server, response: requests.Response, request: dict) -> Outcome:
     chunks: list[dict] = []
-    most = request.get("chunks") if request["kind"] == "hang up" else None
-    if most != 0:
-        for line in response.iter_lines(chunk_size=None):
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                chunks.append(json.loads(line.removeprefix(b"data: ")))
-                if len(chunks) == most:
-                    break
+    most = request.get("chunks") if request["kind"] in ("hang up", "abort") else None
+    lines = response.iter_lines(chunk_size=None) if most != 0 else ()
+    for line in lines:
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            chunks.append(json.loads(line.removeprefix(b"data: ")))
+            if len(chunks) == most and request["kind"] == "hang up":
+                break
+            if len(chunks) == most:
+                server.post("/abort_request", {"rid": request["body"]["rid"]})
     if request["path"] == "/generate":
         return {"answer": chunks[-1] if chunks else None, "chunks": chunks}
     return {"answer": _join(chunks)}
@@ -107,9 +109,12 @@ def _ask_concurrently(server: Server, row: list[dict]) -> list[Outcome]:
 
 
 def _ask_plain(server: Server, row: list[dict], is_seeded: bool) -> list[Outcome]:
-    """Hostile bodies, with which SGLang ends, are left out, and nobody hangs up. A seed draws other tokens without
-    speculation if requests with other filters are in its batch, so seeded requests are asked one by one."""
-    row = [request | {"kind": "stream"} if request["kind"] == "hang up" else request for request in row]
+    """Ask the server without speculation.
+
+    Hostile bodies are left out, as SGLang may end with them. No request is left or aborted. A seed draws other tokens
+    if requests with other filters are in its batch, so seeded requests are asked one by one.
+    """
+    row = [request | {"kind": "stream"} if request["kind"] in ("hang up", "abort") else request for request in row]
     alone = [is_seeded and "raw" not in request and _is_sampled(request["body"]) for request in row]
     together = [request for request, is_alone in zip(row, alone, strict=True) if not is_alone]
     shared = iter(_ask_concurrently(server, [each for each in together if each["kind"] != "hostile"]))

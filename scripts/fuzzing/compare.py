@@ -34,7 +34,7 @@ EXCEPTIONS: dict[str, str] = {
     "log probability of no token": "With max_new_tokens of 0 there may be one log probability more.",
     "full pool": "A request that nearly fills the pool ends as early as its next two blocks might not fit.",
     "near tie": "Rounding decides between two tokens whose log probabilities are the same up to 1e-4.",
-    "hung up": "Of an answer that the client left, its tokens so far are compared.",
+    "hung up": "Of an answer that the client left or aborted, its tokens so far are compared.",
     "retracted hidden states": "A request that was retracted has hidden states of its recomputed prompt once more.",
     "prompt's own states": "Hidden states and log probabilities of a prompt are of the part that the prefix cache does "
     "not have and, of states, that the last chunk has; both depend on the layout.",
@@ -95,7 +95,7 @@ class Comparison:
             bad = list(_chunk_differences(dflash["chunks"]))
             if bad:
                 return bad
-        if request["kind"] == "hang up":
+        if request["kind"] in ("hang up", "abort"):
             return list(self._left(request, dflash["answer"], plain["answer"]))
         mine, expected = _answers(dflash["answer"]), _answers(plain["answer"])
         if len(mine) != len(expected):
@@ -193,6 +193,7 @@ class Comparison:
         params = request["body"]["sampling_params"]
         if mine is None or params["temperature"] > 0 or "repetition_penalty" in params:
             return
+        # The last chunk of an aborted stream may have none.
         tokens, others = mine.get("output_ids") or [], expected["output_ids"]
         if tokens != others[: len(tokens)]:
             yield Difference("output_ids", tokens, others[: len(tokens)])

@@ -1,11 +1,12 @@
 """Random requests. Each is a JSON object of these fields:
 
-* `kind`: `whole`, `stream`, `hang up` (a stream that the client leaves) or `hostile` (a body that means harm).
+* `kind`: `whole`, `stream`, `hang up` (a stream that the client leaves), `abort` (a stream that the client ends by
+  `/abort_request`) or `hostile` (a body that means harm).
 * `path`, `body`: what is posted. A hostile body may be text that is no JSON, in `raw`.
 * `after`: of a request whose prompt goes on where an earlier answer stopped: the round and the index of that request,
   and the tokens of its answer that are taken. The tokens of its own body come after them.
 * `most_tokens`: of the prompt, for the request to fit into the pool.
-* `chunks`: of `hang up`, after which the client leaves.
+* `chunks`: of `hang up` and `abort`, after which the client leaves or aborts.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _Mix:
 
     def _generate(self, earlier: list[list[dict]]) -> dict:
         chance = self._chance
-        kind = chance.choices(["whole", "stream", "hang up"], [0.65, 0.25, 0.1])[0]
+        kind = chance.choices(["whole", "stream", "hang up", "abort"], [0.65, 0.25, 0.06, 0.04])[0]
         params = self._sampling_params()
         body: dict[str, Any] = {"sampling_params": params} | self._fields()
         if self._happens(0.08):
@@ -101,11 +102,14 @@ class _Mix:
             params["n"] = chance.choice([2, 3])
         if kind != "whole":
             body["stream"] = True
-        if kind == "hang up":
+        if kind in ("hang up", "abort"):
             request["chunks"] = chance.randrange(4)
             params |= {"max_new_tokens": min(300, self._most_tokens - 60), "ignore_eos": True}
             for name in (*GRAMMAR_FIELDS, "stop", "stop_regex", "stop_token_ids"):
                 params.pop(name, None)
+        if kind == "abort":
+            request["chunks"] += 1
+            body["rid"] = f"{self._case.seed} {chance.randrange(10**9)}"
         request["most_tokens"] = self._most_tokens - params["max_new_tokens"]
         return request
 

@@ -19,6 +19,7 @@ _KEPT = (
     "temperature",
     "max_new_tokens",
     "max_tokens",
+    "rid",
     "stream",
     "stream_options",
 )

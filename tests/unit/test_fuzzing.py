@@ -39,7 +39,7 @@ def test_cases_are_of_every_kind():
     assert {"speculative-adaptive", "page-size", "enable-mixed-chunk", "speculative-draft-window-size"} <= flags
     assert {case.pair for case in cases} == {"tiny", "hybrid"}
     kinds = {request["kind"] for case in cases for row in case.rounds for request in row}
-    assert kinds == {"whole", "stream", "hang up", "hostile"}
+    assert kinds == {"whole", "stream", "hang up", "abort", "hostile"}
     assert not any("enable-mixed-chunk" in case.flags for case in cases if case.pair == "hybrid")
 
 
