@@ -1,12 +1,16 @@
-"""Random flags and random requests, served with DFLASH and without: what differs, shrunk to the smallest request.
+"""Serve random requests with random flags, with DFLASH and without, and shrink each difference to a smallest request.
 
     python3 scripts/fuzz.py --minutes 10 --seed 1
 
-Each seed is a case: flags of a server, and rounds of requests of every kind. The next seed is that after it, until the
-time is over. A case is drawn from its seed alone. It fails if an answer differs from that without speculation by more
-than the exceptions of `fuzzing/compare.py`, if a server ends, or if a request or a KV slot is held when all have ended.
-What a failing case comes down to is written to OUT/SEED.json, and `--replay OUT/SEED.json` serves it again. The status
-is 1 if a case failed. It serves on a CPU, in float32.
+Each seed is one case: the flags of a server, and rounds of requests of every kind. A case depends on its seed alone.
+The seeds count up until the time is over. A case fails in one of three ways:
+
+* An answer differs from that without speculation, beyond the exceptions in `fuzzing/compare.py`.
+* A server ends.
+* A request runs, or a KV slot is in use, after all answers have come.
+
+A failing case is shrunk and written to OUT/SEED.json. `--replay OUT/SEED.json` serves it again. The exit status is 1 if
+a case failed. Servers run on a CPU, in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +32,7 @@ from fuzzing.mixes import draw_rounds
 from fuzzing.shrink import shrink
 from serving import Pair, ServerError, ServerKeeper
 
-# A part of a failing case is served so often before it counts as one that does not fail: requests meet in other batches
-# each time.
+# Attempts to see a part of a failing case fail. Its requests meet in other batches each time.
 _TRIALS = 2
 _MOST_SHOWN = 8
 # Of the end of a server's log.
@@ -40,10 +43,11 @@ _REQUEST_CHARACTERS = 800
 
 @dataclass
 class Finding:
-    """A case that fails.
+    """One failure of a case.
 
     Attributes:
-        request: the one that differs; None: the servers did not end well.
+        difference: what is wrong.
+        request: the request whose answer is wrong. None if a server failed.
     """
 
     difference: Difference
@@ -55,7 +59,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a run came to."""
+    """Results of a run."""
 
     findings: dict[int, Finding] = field(default_factory=dict)
     excused: Counter[str] = field(default_factory=Counter)
@@ -71,7 +75,7 @@ def draw(seed: int) -> Case:
 
 
 class Fuzzer:
-    """Serves cases. At most two servers live at a time; that without speculation serves many cases."""
+    """Servers for cases, at most two at a time. The one without speculation serves many cases."""
 
     def __init__(self, log_dir: Path, out: Path, shrink_seconds: float) -> None:
         self._keeper = ServerKeeper(log_dir)
@@ -83,7 +87,7 @@ class Fuzzer:
         self._keeper.stop()
 
     def run(self, case: Case) -> None:
-        """Serve a case; if it fails, shrink it by its first finding, and print and write what remains."""
+        """Serve a case. If it fails, shrink it by its first finding, print what remains, and write it to a file."""
         print(f"seed {case.seed}: {case.pair} {_shown_flags(case)}", flush=True)
         started = time.monotonic()
         findings = self._serve(case)
@@ -116,7 +120,7 @@ class Fuzzer:
         print(f"  again: python3 scripts/fuzz.py --replay {path}", flush=True)
 
     def _serve(self, case: Case) -> list[Finding]:
-        """The findings of a case, whose prompts become its own."""
+        """Return the findings of a case. Its prompts no longer depend on earlier answers then."""
         findings: list[Finding] = []
         try:
             pair = self._keeper.pair(case.settings())
@@ -132,7 +136,7 @@ class Fuzzer:
             # A request without an answer is then no finding of its own.
             return [Finding(Difference("server", _end_of_log(error), "it lives on"), None)]
         except AssertionError as error:
-            # Of serving.py: a server did not come up as it should, or holds something when all have ended.
+            # From serving.py: a server did not start as it should, or still holds something.
             findings.append(Finding(Difference("held", _end_of_log(error), "nothing"), None))
         return findings
 
@@ -158,7 +162,7 @@ def _shown_flags(case: Case) -> str:
 
 
 def fuzz(seeds: range, minutes: float, out: Path, shrink_seconds: float = 120, replay: Path | None = None) -> Report:
-    """Serve the cases of seeds, one after the other, until the time is over; a case that has begun is ended."""
+    """Serve the cases of some seeds in turn. No case begins that would probably end too late."""
     started, slowest = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as logs:
         fuzzer = Fuzzer(Path(logs), out, shrink_seconds)

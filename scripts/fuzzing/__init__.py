@@ -1,6 +1,6 @@
-"""Parts of scripts/fuzz.py: random server flags and requests, served with DFLASH and without, and what differs.
+"""Parts of scripts/fuzz.py.
 
-Servers, prompts, grammars and hostile bodies are those of tests/e2e.
+Servers, prompts, grammars and hostile bodies come from tests/e2e.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Sends the rounds of a case to both servers, and returns what came back."""
+"""Requests of a case, sent to both servers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Outcome = dict[str, Any]
 
 
 def ask_rounds(pair: Pair, case: Case) -> list[list[tuple[dict, Outcome, Outcome]]]:
-    """Each round's requests with their outcomes, with DFLASH and without.
+    """Return each round's requests with their outcomes, with DFLASH and without.
 
-    Prompts that go on where an answer stopped become prompts of their own in `case`, so that a request means the same
-    when others are left out.
+    Replaces prompts in `case` that continue an earlier answer by their tokens. So a request stays the same when others
+    are left out.
     """
     asked: list[list[tuple[dict, Outcome, Outcome]]] = []
     for row in case.rounds:
@@ -37,8 +37,8 @@ def ask(server: Server, request: dict) -> Outcome:
     """Send one request and read its answer.
 
     Returns:
-        `status`: of HTTP, or what went wrong. `answer`: the body, of a stream the last chunk, or what all chunks come
-        to. `chunks`: of a stream of `/generate`.
+        `status`: HTTP status, or what went wrong. `answer`: the body. For a stream of `/generate` it is the last chunk,
+        for other streams all chunks joined. `chunks`: the chunks of a stream of `/generate`.
     """
     content = request["raw"].encode("latin-1") if "raw" in request else json.dumps(request["body"]).encode()
     is_stream = request["kind"] in ("stream", "hang up", "abort")
@@ -84,7 +84,7 @@ def _read_stream(server: Server, response: requests.Response, request: dict) -> 
 
 
 def _join(chunks: list[dict]) -> dict:
-    """What the chunks of an OpenAI stream come to: of each answer its texts, log probabilities and end."""
+    """Join the chunks of an OpenAI stream: texts, log probabilities and finish reason of each answer."""
     choices: dict[int, dict] = {}
     joined: dict[str, Any] = {"choices": choices, "usage": None}
     for chunk in chunks:

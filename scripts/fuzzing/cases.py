@@ -1,4 +1,4 @@
-"""A case: the flags of two servers, and the rounds of requests that both are sent."""
+"""Cases: the flags of two servers, and the rounds of requests that both get."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from serving import RETRACT, SYNC, Settings
 
 from models import hybrid, tiny
 
-# Targets with recurrent layers convolve in the model's dtype. Another target does not read it, and servers of the same
-# environment are forked from the same process.
+# Only targets with recurrent layers read it. All servers get it, as servers with the same environment are forked from
+# the same process.
 _ENV = (("SGLANG_MAMBA_CONV_DTYPE", "float32"),)
 _REQUEST_FLAGS = (("enable-custom-logit-processor", True), ("enable-return-hidden-states", True))
 # Flags that only watch, each drawn by itself.
@@ -53,15 +53,15 @@ PAIRS = {
 
 @dataclass
 class Case:
-    """What is drawn from one seed.
+    """Flags and requests that one seed stands for.
 
     Attributes:
-        seed: all of the case is drawn from it.
-        pair: a name of `PAIRS`.
-        shared_flags: flags that change what an answer is; both servers get them.
-        layout_flags: flags of the server with DFLASH that may change how a text is computed, and not the text.
-        env: environment of the server with DFLASH.
-        rounds: lists of requests; those of a round are sent at the same time. See `fuzzing.mixes` for their fields.
+        seed: int. Everything in the case is drawn from it.
+        pair: name in `PAIRS`.
+        shared_flags: flags and values for both servers. They may change an answer.
+        layout_flags: flags and values for the server with DFLASH. They must not change an answer.
+        env: environment variables of the server with DFLASH.
+        rounds: lists of requests. The requests of a round are sent at the same time. `fuzzing.mixes` has their fields.
     """
 
     seed: int
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def is_seeded(self) -> bool:
-        """Whether answers are drawn by the seeds of their requests."""
+        """True if the seeds of requests decide what is sampled."""
         return "enable-deterministic-inference" in self.flags
 
     @property
@@ -86,12 +86,15 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Tokens that a cycle verifies of a request, at most."""
+        """Most tokens of a request that one cycle verifies."""
         return self.flags.get("speculative-num-draft-tokens", 16)
 
     def settings(self) -> Settings:
-        """Settings of the server with DFLASH. The one without speculation has a plain layout, and no overlap
-        scheduling, with which its penalties would be a token late."""
+        """Return the settings of the server with DFLASH.
+
+        The server without speculation has a plain layout. It runs without overlap scheduling, with which SGLang applies
+        penalties one token late.
+        """
         pair = PAIRS[self.pair]
         shared = (*_REQUEST_FLAGS, ("model-path", str(pair.target)), *map(_pair, self.shared_flags))
         if pair.is_recurrent:
@@ -116,12 +119,12 @@ class Case:
 
 
 def _pair(flag: list | tuple) -> tuple:
-    """A flag and its value, which JSON has as a list."""
+    """Return a flag and its value as a tuple. JSON has a list."""
     return tuple(flag)
 
 
 def draw_flags(seed: int, chance: random.Random) -> Case:
-    """A case without requests."""
+    """Draw a case without requests."""
     pair = "hybrid" if chance.random() < 0.25 else "tiny"
     is_recurrent = PAIRS[pair].is_recurrent
     shared: dict[str, Any] = {}
@@ -138,7 +141,7 @@ def draw_flags(seed: int, chance: random.Random) -> Case:
         layout["retraction-policy"] = chance.choice(["length", "priority"])
     env: list[tuple[str, str]] = []
     if chance.random() < 0.45:
-        # Too small for the requests of a round, with which it is filled as if they ended at once.
+        # A pool that is too small for the requests of a round. They are admitted as if they ended at once.
         layout |= {"max-total-tokens": chance.choice([640, 960]), "schedule-conservativeness": 0.05}
         layout["max-running-requests"] = min(layout["max-running-requests"], 8)
         env += RETRACT
@@ -191,13 +194,13 @@ def _draw_schedule(chance: random.Random, is_recurrent: bool) -> dict[str, Any]:
 
 
 def _draw_recurrent(chance: random.Random, layout: dict[str, Any]) -> dict[str, Any]:
-    """Flags of a target with recurrent layers, in place of some that it does not take."""
+    """Draw flags for a target with recurrent layers. Removes flags from `layout` that it does not support."""
     if chance.random() < 0.5:
-        # Without overlap scheduling and pages.
+        # It supports neither overlap scheduling nor pages.
         layout.pop("page-size", None)
         return {"mamba-radix-cache-strategy": "no_buffer", "disable-overlap-schedule": True}
     if "page-size" in layout:
-        # What the cache keeps of states is at multiples of a chunk of the kernels.
+        # The cache keeps states at multiples of the kernels' chunk.
         layout["page-size"] = 64
         layout["chunked-prefill-size"] = max(layout.get("chunked-prefill-size", 64), 64)
     return {"mamba-radix-cache-strategy": "extra_buffer", "mamba-track-interval": 64}

@@ -1,4 +1,4 @@
-"""What differs between an answer with DFLASH and the same answer without speculation, and what may."""
+"""Comparison of answers with DFLASH and without speculation, and the exceptions it makes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fuzzing.asking import Outcome, ask
 from fuzzing.cases import PAIRS, Case
 from fuzzing.mixes import GRAMMAR_FIELDS
 
-# Of log probabilities and hidden states, in float32 on a CPU.
+# For float32 on a CPU.
 TOLERANCE = {"logprob": 2e-4, "hidden_states": 2e-3}
-# Two best tokens, in log probability, that rounding may put in another order.
+# Log probabilities of the two best tokens that are this close may change order by rounding.
 TIE = 1e-4
-# Of hostile bodies.
+# Allowed for hostile bodies.
 _STATUSES = (200, 400, 404, 405, 413, 415, 422)
 
-# What may differ, by name, and why: the rules of docs/requests.md and docs/limits.md. The code below refers to the
-# names, and a run says how often each was used.
+# Allowed differences by name, each with its reason, from docs/requests.md and docs/limits.md. The code below refers to
+# the names. A run prints how often it used each.
 EXCEPTIONS: dict[str, str] = {
-    "sampled by chance": "Without seeds that count, a sampled answer has the distribution of the target, and only its "
-    "form is checked.",
+    "sampled by chance": "A sampled answer without an effective seed has the target's distribution. Only its form is "
+    "checked.",
     "repetition penalty with another": "SGLang without overlap takes the penalties of a request in the order of a "
     "Python set; DFLASH takes the repetition penalty last.",
     "tokens after a grammar": "With ignore_eos SGLang notices the end of a grammar one token late with xgrammar, and "
@@ -39,7 +39,7 @@ EXCEPTIONS: dict[str, str] = {
     "prompt's own states": "Hidden states and log probabilities of a prompt are of the part that the prefix cache does "
     "not have and, of states, that the last chunk has; both depend on the layout.",
 }
-# Fields that are of a server or of a moment, by the same rule; of /generate's meta_info and of OpenAI's answers.
+# Fields that describe a server or a moment, in the meta_info of /generate and in OpenAI's answers.
 _OWN_FIELDS = re.compile(
     r"^(id|created|e2e_latency|num_retractions|cached_tokens.*|spec_.*|prompt_tokens_details|metadata|sglext|meta_info"
     r"|.*_(time|latency|ts|throughput|wait)|dp_rank)$"
@@ -48,9 +48,11 @@ _OWN_FIELDS = re.compile(
 
 @dataclass(frozen=True)
 class Difference:
-    """Attributes:
-    where: the field, such as `meta_info.output_token_logprobs[3][0]`.
-    dflash, plain: its values.
+    """A field with two values.
+
+    Attributes:
+        where: path of the field, such as `meta_info.output_token_logprobs[3][0]`.
+        dflash, plain: its values with DFLASH and without speculation.
     """
 
     where: str
@@ -59,7 +61,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """The field without indices, which stays the same while a request is shrunk."""
+        """Path without indices. It stays the same while a request is shrunk."""
         return re.sub(r"\[-?\d+\]", "", self.where)
 
     def __str__(self) -> str:
@@ -74,14 +76,14 @@ def _shown(value: Any) -> str:
 
 
 class Comparison:
-    """Compares outcomes of one case, and counts the exceptions that it makes."""
+    """Comparison of the outcomes of one case. Counts the exceptions it makes."""
 
     def __init__(self, pair: Pair, case: Case) -> None:
         self._pair, self._case = pair, case
         self.excused: Counter[str] = Counter()
 
     def differences(self, request: dict, dflash: Outcome, plain: Outcome) -> list[Difference]:
-        """Of one request, the most telling first; none: all is well."""
+        """Return the differences of one request, the most telling first."""
         if request["kind"] == "hostile":
             fine = dflash["status"] in _STATUSES
             return [] if fine else [Difference("status", dflash["status"], f"one of {_STATUSES}")]
@@ -132,7 +134,7 @@ class Comparison:
         return found + list(self._meta_differences(request, mine["meta_info"], expected["meta_info"], where))
 
     def _form_differences(self, body: dict, answer: dict, where: str) -> Iterator[Difference]:
-        """What is wrong with an answer by itself."""
+        """Check an answer by itself."""
         params, meta = body["sampling_params"], answer["meta_info"]
         vocab_size = PAIRS[self._case.pair].vocab_size
         tokens, reason = answer["output_ids"], meta["finish_reason"]
@@ -179,7 +181,7 @@ class Comparison:
         return [Difference(f"{where}output_ids[{part}]", [mine_part, reason], [others_part, expected["meta_info"]])]
 
     def _is_tie(self, request: dict, position: int) -> bool:
-        """Whether the server without speculation hardly prefers its token to another one."""
+        """Return True if the server without speculation hardly prefers its token to the next best one."""
         body = request["body"]
         if isinstance(body["input_ids"][0], list) or "n" in body["sampling_params"]:
             return False
@@ -221,8 +223,12 @@ class Comparison:
         yield from _tree_differences(mine, expected, where)
 
     def _state_differences(self, request: dict, mine: dict, expected: dict, where: str) -> Iterator[Difference]:
-        """Hidden states: one list of states for each token of the answer, the first of them for the prompt, whose last
-        state is that which the token was chosen from."""
+        """Compare hidden states: one item for each token of the answer.
+
+        An item is one state, or a list of states that ends with it, after a prefill. The token was chosen from that
+        state. A prefill has the states of the prompt tokens of its last chunk. A request that was retracted has such a
+        list where it was resumed.
+        """
         states, others = mine["hidden_states"], expected["hidden_states"]
         if request["body"]["return_hidden_states"] == "last":
             yield from _tree_differences(states, others, where)
@@ -253,7 +259,7 @@ def _has_text_stop(params: dict) -> bool:
 
 
 def _chunk_differences(chunks: list[dict]) -> Iterator[Difference]:
-    """Chunks of a stream, each of which has the whole answer so far."""
+    """Check the chunks of a stream. Each has the whole answer so far."""
     lengths = [chunk["output_ids"] for chunk in chunks if chunk.get("output_ids")]
     for i, (tokens, later) in enumerate(itertools.pairwise(lengths)):
         if tokens != later[: len(tokens)]:
@@ -261,7 +267,7 @@ def _chunk_differences(chunks: list[dict]) -> Iterator[Difference]:
 
 
 def _tree_differences(mine: Any, expected: Any, where: str) -> Iterator[Difference]:
-    """The first difference in each branch; numbers with a point are equal up to rounding."""
+    """Yield the first difference in each branch. Floats may differ by rounding."""
     if isinstance(mine, dict) and isinstance(expected, dict):
         for name in sorted({*mine, *expected}):
             if _OWN_FIELDS.match(name):

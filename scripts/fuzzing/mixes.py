@@ -1,12 +1,12 @@
-"""Random requests. Each is a JSON object of these fields:
+"""Random requests. Each is a JSON object with these fields:
 
 * `kind`: `whole`, `stream`, `hang up` (a stream that the client leaves), `abort` (a stream that the client ends by
   `/abort_request`) or `hostile` (a body that means harm).
 * `path`, `body`: what is posted. A hostile body may be text that is no JSON, in `raw`.
-* `after`: of a request whose prompt goes on where an earlier answer stopped: the round and the index of that request,
-  and the tokens of its answer that are taken. The tokens of its own body come after them.
-* `most_tokens`: of the prompt, for the request to fit into the pool.
-* `chunks`: of `hang up` and `abort`, after which the client leaves or aborts.
+* `after`: an earlier request that this prompt continues: its round, its index, and the number of tokens of its answer
+  to take. The tokens of the body follow them.
+* `most_tokens`: largest prompt with which the request fits into the pool.
+* `chunks`: number of chunks after which the client leaves or aborts.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def draw_rounds(case: Case, chance: random.Random, num_rounds: int = 3, num_requ
 
 
 class _Mix:
-    """Draws the requests of one case."""
+    """Source of the requests of one case."""
 
     def __init__(self, case: Case, chance: random.Random) -> None:
         self._case, self._chance = case, chance
         self._texts = _texts(case.pair)
         self._vocab_size = PAIRS[case.pair].vocab_size
         self._shared_prompts = [self._prompt() for _ in range(2)]
-        # A request has to fit into the pool by itself, with the blocks of two cycles in pages.
+        # A request must fit into the pool by itself, with the pages of two cycles' blocks.
         page = case.flags.get("page-size", 1)
         self._most_tokens = case.pool_tokens - 2 * (case.rows + page) - 2 * page - 16
 
@@ -174,7 +174,7 @@ class _Mix:
         return fields
 
     def _processor(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A custom logit processor: its field of the request, and its sampling parameter."""
+        """Return the request field and the sampling parameter of a custom logit processor."""
         if self._happens(0.5):
             # Without speculation, SGLang ends if two of them in a batch have other tokens.
             return (

@@ -1,4 +1,4 @@
-"""The smallest part of a case that still fails: fewer requests, then fewer fields."""
+"""Search for the smallest part of a case that still fails: fewer requests, then fewer fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fuzzing.cases import Case
 
-# Of a case in which something fails; None: nothing does.
+# True if a part of a case fails in the same way. May change the case it gets.
 Fails = Callable[[Case], bool]
 # Fields of a request that stay.
 _PROMPTS = ("input_ids", "text", "prompt", "messages")
@@ -26,11 +26,12 @@ _KEPT = (
 
 
 def shrink(case: Case, fails: Fails, seconds: float) -> Case:
-    """Leave out what the failure does not need, for as long as there is time.
+    """Leave out what the failure does not need.
 
     Args:
         case: a failing case.
-        fails: whether a part of it fails in the same way. It may change the case that it is given.
+        fails: tells which parts of it fail.
+        seconds: time limit.
     """
     deadline = time.monotonic() + seconds
 
@@ -46,7 +47,7 @@ def _numbered(case: Case) -> list[tuple[int, dict]]:
 
 
 def _with(case: Case, numbered: list[tuple[int, dict]]) -> Case:
-    """A case of some of the requests, in their rounds."""
+    """Return a case with some of the requests, in their rounds."""
     smaller = copy.copy(case)
     rounds = [[request for number, request in numbered if number == i] for i in range(len(case.rounds))]
     smaller.rounds = [row for row in rounds if row]
@@ -87,7 +88,7 @@ def _fewer_fields(case: Case, fails: Fails) -> Case:
 
 
 def _if_fails(case: Case, fails: Fails, i: int, j: int, change: Callable[[dict], dict | None]) -> Case:
-    """The case with a changed body in place of one, if that still fails."""
+    """Return the case with one body changed if that still fails, else the case."""
     body = change(case.rounds[i][j]["body"])
     if body is None:
         return case
@@ -97,7 +98,7 @@ def _if_fails(case: Case, fails: Fails, i: int, j: int, change: Callable[[dict],
 
 
 def _removable(body: dict) -> list[tuple[str, ...]]:
-    """Paths of the fields that may be left out. Without a temperature, answers would differ by chance."""
+    """Return the paths of the fields that may be left out. Without a temperature, answers would differ by chance."""
     params = body.get("sampling_params")
     names = list(params) if isinstance(params, dict) else []
     paths = [(name,) for name in body if name not in _KEPT]

@@ -1,4 +1,4 @@
-"""scripts/fuzz.py: two minutes of cases find nothing, and an error that is planted is found and shrunk."""
+"""The fuzzer, scripts/fuzz.py: two minutes of cases pass, and a planted error is found and shrunk."""
 
 import random
 

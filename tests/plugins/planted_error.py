@@ -1,4 +1,4 @@
-"""A plugin for the tests: decode cycles with one error, which the fuzzer has to find.
+"""Plugin for the tests: decode cycles with an error, which the fuzzer must find.
 
 `support.plugins` installs it. `PLANTED_ERROR` says which error: `token`, `logprob` or `page`.
 """

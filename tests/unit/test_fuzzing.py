@@ -1,4 +1,4 @@
-"""scripts/fuzz.py without servers: what is drawn, what differs and what a failing case is shrunk to."""
+"""Parts of scripts/fuzz.py without servers: drawing, comparing and shrinking."""
 
 import copy
 import json
@@ -98,7 +98,7 @@ def body(**fields):
 
 
 def test_shrinking():
-    """What remains is two of twelve requests in their rounds, and of the one that differs the fields that it needs."""
+    """Two of twelve requests remain, with the fields that the failure needs."""
     case = copy.deepcopy(PLAIN_CASE)
     case.rounds = [[body(temperature=0, stop="x", n=i, tag=i) for i in range(4 * k, 4 * k + 4)] for k in range(3)]
 
