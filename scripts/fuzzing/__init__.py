@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 # As for pytest (`pythonpath` in pyproject.toml), and for the servers' processes (tests/conftest.py).
-_FOLDERS = [str(REPO / folder) for folder in (".", "scripts", "tests", "tests/e2e")]
+_FOLDERS = [str(REPO / folder) for folder in (".", "cpu", "scripts", "tests", "tests/e2e")]
 sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 # Before anything imports torch.
