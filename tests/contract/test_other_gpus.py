@@ -204,7 +204,9 @@ def test_chains_that_nobody_asked_for_say_why(caplog, monkeypatch, flags, reason
 
 
 def test_chains_of_recurrent_targets_say_why(caplog, pairs):
-    assert chain_lines(caplog, **pairs["hybrid"]) == ["recurrent states follow one path."]
+    [reason] = chain_lines(caplog, **pairs["hybrid"])
+    assert "targets with recurrent layers" in reason and reason.endswith("--speculative-eagle-topk 8 verifies trees.")
+    assert chain_lines(caplog, speculative_eagle_topk=8, **pairs["hybrid"]) == []
 
 
 @pytest.mark.parametrize("topk", [None, 1, 8])
