@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 # Of scripts/training, and what moves nothing, which the benchmark does not measure.
 TRAINING, UNMEASURED = {"_decode_attention_kernel"}, {"_read_clock_kernel"}
 # Only a Hopper GPU runs them.
-HOPPER_ONLY = {"_add_rms_norm_kernel", "_linear_few_rows_kernel", "_shortlist_top_kernel"}
+HOPPER_ONLY = {"_add_rms_norm_kernel", "_linear_few_rows_kernel", "_linear_gated_rows_kernel"}
+HOPPER_ONLY |= {"_quantize_kernel", "_shortlist_kernel", "_best_candidates_kernel"}
 
 
 @pytest.mark.parametrize("gpu", GPUS)
