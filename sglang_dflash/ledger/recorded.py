@@ -328,6 +328,7 @@ FINGERPRINTS = {
     'sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill': 'f03dd8ca8395496c',
     'sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.set_internal_state': 'e8f8e65ef4479c11',
     'sglang.srt.managers.scheduler_components.logprob_result_processor.SchedulerLogprobResultProcessor.add_logprob_return_values': '1ab167a47dc3b33d',
+    'sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.num_generated_tokens': '2ccc48a99838db4f',
     'sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats': '2eb65a5d726a6203',
     'sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile': '51887cb0e1a1356f',
     'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load': 'c8b8b07286861cc8',

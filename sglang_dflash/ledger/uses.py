@@ -549,6 +549,11 @@ USES = (
         ),
     ),
     Use(
+        "requests/answer_tokens.py",
+        "lowered by the tokens that answers have not gained",
+        ("sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.num_generated_tokens",),
+    ),
+    Use(
         "requests/failing.py",
         "ends a failing request as these do",
         (
