@@ -87,7 +87,9 @@ def prepare_block(bs: int, args: argparse.Namespace) -> Case:
     slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     block = Block.empty(bs, BLOCK_SIZE, DEVICE)
     inputs = (integers(args.vocab, bs), seq_lens(bs, args), rows(bs), slots, args.vocab - 1)
-    return Case((*inputs, None, 0, True, None, block), bs * (6 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
+    # Half of the slots are in use.
+    keys = integers(2**62, 2 * bs)
+    return Case((*inputs, None, keys, True, None, block), bs * (8 * 8 + 4 * 4 + BLOCK_SIZE * (4 + 3 * 8)))
 
 
 def accept_prefix(bs: int, args: argparse.Namespace) -> Case:
@@ -116,7 +118,8 @@ def sample_rows(bs: int, args: argparse.Namespace) -> Case:
         torch.full((bs,), 0.8, device=DEVICE),
         torch.zeros(bs, device=DEVICE),
     )
-    arguments = (logits, maxima, torch.full_like(best, -1), parameters, integers(2**62, 1))
+    keys, positions = integers(2**62, bs), integers(args.context, bs * BLOCK_SIZE)
+    arguments = (logits, maxima, torch.full_like(best, -1), parameters, keys, positions)
     return Case(arguments, logits.nbytes + bs * (BLOCK_SIZE * (maxima.itemsize + 8) + 4 * 4))
 
 
@@ -134,23 +137,38 @@ def top_columns(bs: int, args: argparse.Namespace) -> Case:
     return Case((values, CANDIDATES), values.nbytes + num_rows * (CANDIDATES * (4 + 8) + 4))
 
 
-def grow_trees(bs: int, args: argparse.Namespace) -> Case:
-    """Make trees for texts that contain about every second pair of candidates."""
+def fill_table(bs: int, args: argparse.Namespace) -> Case:
+    """Fill tables of sampled requests, whose texts contain about every second pair of candidates."""
     shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
     candidates = integers(args.vocab, *shape)
-    inputs = (integers(args.vocab, bs), candidates, logits, logits.logsumexp(dim=-1))
     pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, ::2])
     tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
     tables = put(tables, *(tokens.flatten(1) for tokens in pairs), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
-    slots = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
+    parameters = DrawParameters.greedy(bs, DEVICE)
+    parameters.top_ks.fill_(20)
+    inputs = (candidates, logits, logits.logsumexp(dim=-1) + 0.1)
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = sum(tensor.nbytes for tensor in inputs) + bs * 4 * 8 + 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
+    num_bytes += candidates.numel() * CANDIDATES * (4 + 1)
+    # Each request has a slot of its own.
+    slots = torch.arange(bs, device=DEVICE)
+    return Case((*inputs, parameters, integers(2**62, bs), tables, is_chain, seq_lens(bs, args), slots), num_bytes)
+
+
+def grow_trees(bs: int, args: argparse.Namespace) -> Case:
+    """Make trees from tables of random logits."""
+    shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
+    logits = torch.randn((*shape, CANDIDATES), device=DEVICE).sort(dim=-1, descending=True).values
+    ranks = torch.rand(logits.shape, device=DEVICE).argsort(dim=-1).to(torch.uint8)
+    inputs = (integers(args.vocab, bs), integers(args.vocab, *shape), logits.log_softmax(dim=-1), ranks)
+    req_to_token = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
     trees = Trees.empty(bs, BLOCK_SIZE, DEVICE)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
     num_bytes = sum(tensor.nbytes for tensor in (*inputs, *vars(trees).values())) + bs * (3 * 8 + BLOCK_SIZE * 4)
-    num_bytes += 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
-    # Each request has its own slot.
-    rows_of = torch.arange(bs, device=DEVICE)
-    return Case((*inputs, tables, is_chain, seq_lens(bs, args), rows_of, slots, trees), num_bytes)
+    # Each request has a slot of its own.
+    slots = torch.arange(bs, device=DEVICE)
+    return Case((*inputs, is_chain, seq_lens(bs, args), slots, req_to_token, trees), num_bytes)
 
 
 def add_bigrams(bs: int, args: argparse.Namespace) -> Case:
@@ -435,6 +453,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     row_max,
     accept_prefix,
     top_columns,
+    fill_table,
     grow_trees,
     accept_paths,
     begin_bigrams,

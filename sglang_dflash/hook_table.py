@@ -333,8 +333,9 @@ HOOKS = [
         target="sglang.srt.layers.sampler.Sampler._sample_from_probs",
         kind=HookType.AROUND,
         function=sampler.sample_by_row,
-        why="the tokens of a request with a seed depend on the filters of other requests in its batch",
-        until="the sampler chooses the order of its filters per request",
+        why="a prefill draws by other noise than decode cycles, and the tokens of a request with a seed depend on the "
+        "filters of other requests in its batch",
+        until="a worker can bring a draw of its own, and the sampler chooses the order of its filters per request",
     ),
     Hook(
         target="sglang.srt.layers.sampler.Sampler._preprocess_logits",

@@ -63,7 +63,7 @@ class Block:
         req_pool_indices: [P]. Rows of `req_to_token`.
         seq_lens: [P]. Committed tokens that have KV, which is the bonus token's position.
         parameters: sampling parameters of the target's tokens.
-        seed: [1]. Seed of these draws.
+        keys: [P]. Keys of the noise of these draws; see :mod:`sglang_dflash.ops.noise`.
         is_plain: [1]. 1: the fast path decides all requests, and recurrent states advance in the cycle. 0: a request
             needs SGLang's sampler.
         is_chain: [P]. 1: the request's drafts are verified as a chain where others have trees. 0 otherwise.
@@ -75,7 +75,7 @@ class Block:
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     parameters: DrawParameters
-    seed: torch.Tensor
+    keys: torch.Tensor
     is_plain: torch.Tensor
     is_chain: torch.Tensor
 
@@ -96,11 +96,11 @@ class Block:
     ) -> Block:
         """Return a block around these tensors. It allocates the others, for greedy requests."""
         bs, device = seq_lens.shape[0], seq_lens.device
-        seed, is_plain = torch.zeros((2, 1), dtype=torch.int64, device=device).unbind()
-        is_chain = torch.zeros(bs, dtype=torch.int64, device=device)
+        is_plain = torch.zeros(1, dtype=torch.int64, device=device)
+        keys, is_chain = torch.zeros((2, bs), dtype=torch.int64, device=device).unbind()
         parameters = DrawParameters.greedy(bs, device)
         return cls(
-            input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, seed, is_plain, is_chain
+            input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, keys, is_plain, is_chain
         )
 
     @property
@@ -118,7 +118,7 @@ class Block:
             self.req_pool_indices[:bs],
             self.seq_lens[:bs],
             self.parameters.take(bs),
-            self.seed,
+            self.keys[:bs],
             self.is_plain,
             self.is_chain[:bs],
         )

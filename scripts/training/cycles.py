@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import tables_of
-from sglang_dflash.types import Trees
+from sglang_dflash.types import DrawParameters, Trees
 
 
 def num_correct_in_trees(
@@ -42,11 +42,14 @@ def num_correct_in_trees(
     own_rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
+    # Texts are given, so trees have no part in the noise that drew them.
+    greedy = DrawParameters.greedy(num_blocks, logits.device)
+    table = ops.fill_table(candidates, values, log_sums, greedy, zeros, tables, zeros, zeros, own_rows)
     num_correct = []
     for num_nodes in sizes:
         trees = Trees.empty(num_blocks, num_nodes, logits.device)
         slots = torch.zeros((num_blocks, num_nodes), dtype=torch.int32, device=logits.device)
-        ops.grow_trees(zeros, candidates, values, log_sums, tables, zeros, zeros, own_rows, slots, trees)
+        ops.grow_trees(zeros, candidates, *table, zeros, zeros, own_rows, slots, trees)
         tokens, node_depths = (rows.view(num_blocks, num_nodes) for rows in (trees.tokens, trees.positions))
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
         num_correct.append(accepted.accept_lens.to(torch.int64) - 1)

@@ -165,7 +165,7 @@ class DecodeCycle:
         with self.logits.in_shards(in_shards):
             output = executor.verify(batch)
         # 3. Accept the drafts that agree with the target, and one token of the target's after them.
-        target_tokens = self._choose(output, block, in_shards)
+        target_tokens = self._choose(batch, output, block, in_shards)
         verified = self.verification.accept(batch, block, drafts, output, target_tokens)
         if self._states is not None:
             self._states.commit(
@@ -221,12 +221,15 @@ class DecodeCycle:
         with forward_context(ForwardContext(attn_backend=executor.draft_backend), forward_batch=draft_batch):
             return self._model.forward(block.input_ids, block.positions, draft_batch).hidden_states
 
-    def _choose(self, output: LogitsProcessorOutput, block: Block, in_shards: bool) -> torch.Tensor:
+    def _choose(
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
+    ) -> torch.Tensor:
         """Choose the target's token after each verified token, from its untouched logits.
 
         Args:
+            batch: the target's, with the positions of the verified tokens.
             output: the target's.
-            block: the same requests. Its `parameters` and `seed` say how sampled requests draw; others take the argmax.
+            block: the same requests. Its `parameters` and `keys` say how sampled requests draw. Others take the argmax.
             in_shards: logits are this rank's shard. Then all requests are greedy.
 
         Returns:
@@ -235,7 +238,8 @@ class DecodeCycle:
         if in_shards:
             return self.logits.argmax(output.next_token_logits)
         maxima, tokens = ops.row_max(output.next_token_logits)
-        ops.sample_rows(output.next_token_logits, maxima, tokens, block.parameters, block.seed)
+        logits = output.next_token_logits
+        ops.sample_rows(logits, maxima, tokens, block.parameters, block.keys, batch.positions)
         return tokens
 
     # --- requests that need SGLang's sampler --------------------------------------------------------------------------

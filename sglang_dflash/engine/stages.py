@@ -46,6 +46,7 @@ from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
+from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class LoadedModels:
         sampler: chooses tokens for requests that need SGLang's sampler.
         bigrams: pairs of tokens in the texts of all running requests; None for chains.
         metrics: acceptance and stage times.
-        seeds: of sampled requests, equal on all tensor-parallel ranks, which run the same cycles.
+        keys: of the running requests' noise.
     """
 
     block_size: int
@@ -75,7 +76,7 @@ class LoadedModels:
     sampler: FallbackSampler
     bigrams: Bigrams | None
     metrics: CycleMetrics
-    seeds: random.Random
+    keys: RequestKeys
 
     @classmethod
     def prepare(cls, server_args: ServerArgs, target_worker: TpModelWorker, draft_runner: ModelRunner) -> LoadedModels:
@@ -94,16 +95,18 @@ class LoadedModels:
         k = num_candidates(server_args, target_runner.model_config)
         # SGLang gives out at most as many request slots as requests may run, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
+        # All tensor-parallel ranks have the same keys.
+        keys = RequestKeys(num_slots, device, random.Random(target_worker.random_seed))
         return cls(
             block_size=block_size,
             mask_token_id=draft_model.dflash_config.mask_token_id,
             num_candidates=k,
             asks_for_trees=asks_for_trees(server_args),
             head=DraftHead.of(draft_model, target_model.lm_head, tp_group, k),
-            sampler=FallbackSampler(target_runner, num_slots, tp_group),
+            sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
             bigrams=Bigrams(num_slots, device) if k > 1 else None,
             metrics=CycleMetrics(block_size, device),
-            seeds=random.Random(target_worker.random_seed),
+            keys=keys,
         )
 
 

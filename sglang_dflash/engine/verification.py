@@ -383,12 +383,22 @@ class TreeVerification(Verification):
         bs, trees = batch.batch_size, self._trees(batch)
         block_tokens = block.input_ids.view(bs, -1)
         candidates, logits, log_sums = head.candidates(hidden_states, bs)
-        ops.grow_trees(
-            block_tokens[:, 0],
+        log_probs, ranks = ops.fill_table(
             candidates,
             logits,
             log_sums,
+            block.parameters,
+            block.keys,
             self._bigrams.tables,
+            block.is_chain,
+            batch.seq_lens,
+            batch.req_pool_indices,
+        )
+        ops.grow_trees(
+            block_tokens[:, 0],
+            candidates,
+            log_probs,
+            ranks,
             block.is_chain,
             batch.seq_lens,
             batch.req_pool_indices,

@@ -240,7 +240,7 @@ class DFlashWorker(BaseSpecWorker):
             req_to_token=self.req_to_token_pool.req_to_token,
             mask_token_id=self._loaded.mask_token_id,
             parameters=self._loaded.sampler.draw_parameters(batch.sampling_info),
-            seed=self._loaded.seeds.getrandbits(63),
+            request_keys=self._loaded.keys.table,
             is_plain=not fallback,
             is_chain=self._built.cycle.verification.chains(fallback, len(batch.reqs), self.device),
             block=inputs.padded,

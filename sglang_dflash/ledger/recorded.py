@@ -501,7 +501,7 @@ HOOKED = (
     ('requests/admin.py', 'hooked: releasing or resuming memory twice ends the server', 'sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation'),
     ('requests/admin.py', 'hooked: a profile that cannot be written ends the server later, in a step', 'sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile'),
     ('verify/sampler.py', "hooked: custom logit processors, and grammars in mixed batches, need the request's last tokens, which overlap scheduling does not have yet", 'sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch'),
-    ('verify/sampler.py', 'hooked: the tokens of a request with a seed depend on the filters of other requests in its batch', 'sglang.srt.layers.sampler.Sampler._sample_from_probs'),
+    ('verify/sampler.py', 'hooked: a prefill draws by other noise than decode cycles, and the tokens of a request with a seed depend on the filters of other requests in its batch', 'sglang.srt.layers.sampler.Sampler._sample_from_probs'),
     ('requests/failing.py', 'hooked: logits without a token to choose, or a custom logit processor that raises, end the server', 'sglang.srt.layers.sampler.Sampler._preprocess_logits'),
     ('requests/failing.py', 'hooked: a request without a first token to choose must end with an error', 'sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill'),
     ('requests/failing.py', 'hooked: a request without a next token to choose must end with an error', 'sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens'),

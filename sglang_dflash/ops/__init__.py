@@ -26,6 +26,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.kernels.count_paths import count_paths
+    from sglang_dflash.ops.kernels.fill_table import fill_table
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
@@ -52,6 +53,7 @@ else:
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.reference.count_paths import count_paths
+    from sglang_dflash.ops.reference.fill_table import fill_table
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.grow_trees import grow_trees
     from sglang_dflash.ops.reference.index_kv import index_kv
@@ -79,6 +81,7 @@ __all__ = [
     "commit_state",
     "convolve_nodes",
     "count_paths",
+    "fill_table",
     "gather_window",
     "grow_trees",
     "index_kv",

@@ -18,10 +18,13 @@ from sglang_dflash.verify.penalties import are_penalised, is_penalised
 
 
 def draws_by_plain_rules(sampler: Sampler) -> bool:
-    """Return whether SGLang draws unseeded tokens by the rules of `reference.sample_rows.allowed_distribution`."""
+    """Return whether SGLang draws unseeded tokens by the rules of `reference.sample_rows.allowed_distribution`.
+
+    Its "pytorch" backend does, but for equally likely tokens at a filter's edge: it keeps some of them, the rules all.
+    """
     return (
         type(sampler) is Sampler
-        and get_exec().kernel.sampling_backend == "flashinfer"
+        and get_exec().kernel.sampling_backend in ("flashinfer", "pytorch")
         and sampler.rl_on_policy_target is None
     )
 

@@ -8,8 +8,8 @@ SGLang also gathers the logits of all ranks on every rank, 155 MB for those toke
 number per token instead (`VocabArgmax`), so cycles of greedy requests leave logits in their shards.
 
 If logits are gathered, each rank chooses the tokens itself. All ranks have the same logits, because each column is
-computed by one rank and copied to the others, and the same random numbers, because they share a seed
-(`DFlashWorker`). So tokens need no broadcast.
+computed by one rank and copied to the others, and the same noise, because they have the same request keys
+(`RequestKeys`). So tokens need no broadcast.
 """
 
 from __future__ import annotations

@@ -29,8 +29,10 @@ from sglang.srt.utils.common import async_h2d
 from sglang_dflash.requests import failing
 from sglang_dflash.requests.failing import Failures
 from sglang_dflash.types import DrawParameters
-from sglang_dflash.verify import fast_path
+from sglang_dflash.verify import fast_path, prefill_draws
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
+from sglang_dflash.verify.prefill_draws import PrefillDraws
+from sglang_dflash.verify.request_keys import RequestKeys
 
 if TYPE_CHECKING:
     from sglang_dflash.engine.cycle import CycleOutput, DecodeCycle
@@ -129,14 +131,17 @@ class FallbackSampler:
     The only state between two calls are the penalties' counts of the running requests.
     """
 
-    def __init__(self, target_runner: ModelRunner, num_slots: int, tp_group: GroupCoordinator) -> None:
+    def __init__(
+        self, target_runner: ModelRunner, num_slots: int, tp_group: GroupCoordinator, keys: RequestKeys
+    ) -> None:
         """
         Args:
             num_slots: rows of `req_to_token`, or more.
+            keys: of the running requests' noise.
         """
         self.num_slots = num_slots
         self._sampler = target_runner.sampler
-        self._tp_group = tp_group
+        self._tp_group, self._keys = tp_group, keys
         self._has_plain_rules = fast_path.draws_by_plain_rules(self._sampler)
         self._checks = failing.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
@@ -146,7 +151,15 @@ class FallbackSampler:
         return self._penalties.nbytes
 
     def prepare_prefill(self, batch: ScheduleBatch) -> None:
-        """Set the batch's penalties for the token that the prefill draws, before the target's forward."""
+        """Set the batch's penalties and noise for the token that the prefill draws, before the target's forward."""
+        keys, info = self._keys.begin(batch), batch.sampling_info
+        draws = self._can_draw(info)
+        is_drawn = [
+            draws and req.sampling_params.top_k > 1 and fast_path.is_fast(req, info, draws) for req in batch.reqs
+        ]
+        if any(is_drawn):
+            is_drawn = async_h2d(is_drawn, dtype=torch.bool, device=keys.device)
+            prefill_draws.prepare(self._sampler, PrefillDraws(keys, is_drawn))
         if are_penalised(batch.sampling_info):
             self._penalties.prepare_prefill(batch)
 
@@ -161,6 +174,8 @@ class FallbackSampler:
         Returns:
             `FallbackResult.failures` of those tokens.
         """
+        # A chunk inside a prompt draws no token.
+        prefill_draws.take(self._sampler)
         self._agree(batch.sampling_info, next_token_ids)
         if are_penalised(batch.sampling_info):
             self._penalties.begin(batch, next_token_ids)
@@ -426,10 +441,10 @@ def sample_by_row(
     positions: torch.Tensor,
     simple_sampling_case: bool,
 ) -> tuple[torch.Tensor, object]:
-    """AROUND `Sampler._sample_from_probs`: make a seeded request's tokens independent of its batch.
+    """AROUND `Sampler._sample_from_probs`: make a request's tokens independent of its batch.
 
-    SGLang draws seeded tokens in the order of the vocabulary if no request of the batch has a filter, else in the order
-    of probability. Here each row decides for itself.
+    A prefill draws by the noise of its requests. Elsewhere SGLang draws seeded tokens in the order of the vocabulary if
+    no request of the batch has a filter, else in the order of probability. Here each row decides for itself.
 
     Args:
         probs: [T, V].
@@ -438,6 +453,9 @@ def sample_by_row(
         [T] tokens, and what SGLang captures of them.
     """
     tokens, capture = original(sampler, probs, sampling_info, positions, simple_sampling_case)
+    draws = prefill_draws.take(sampler)
+    if draws is not None:
+        return draws.draw(tokens, probs, sampling_info, positions), capture
     if not failing.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
         return tokens, capture
     is_unfiltered = (sampling_info.top_ks == TOP_K_ALL) & (sampling_info.top_ps == 1.0)

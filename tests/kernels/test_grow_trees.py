@@ -1,45 +1,32 @@
+"""Trees of drafts, from tables of conditionals as `fill_table` makes them."""
+
 import itertools
-import math
 
 import pytest
 import torch
+from support.drafts import VOCAB, drafts_for, parameters_for
 
-from sglang_dflash.ops.bigrams import LOG_WEIGHT, TABLE_SIZE, locate, put, tables_of
+from sglang_dflash.ops.bigrams import TABLE_SIZE, tables_of
 from sglang_dflash.ops.kernels.grow_trees import grow_trees
+from sglang_dflash.ops.reference.fill_table import fill_table
 from sglang_dflash.ops.reference.grow_trees import grow_trees as reference
-from sglang_dflash.types import Trees
-
-VOCAB = 1000
+from sglang_dflash.types import DrawParameters, Trees
 
 
-def tables_with(candidates, rows, share):
-    """Return tables for requests in `rows` and three more, with this share of the possible pairs of candidates."""
-    pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
-    first, second = (tokens.flatten(1) for tokens in pairs)
-    tables = torch.zeros(len(rows) + 3, TABLE_SIZE, dtype=torch.int16, device=rows.device)
-    tables[rows] = put(tables[rows], first, second, torch.rand(first.shape, device=rows.device) < share)
-    return tables
+def arguments_for(drafts):
+    """Return the arguments of `grow_trees` but the trees; drafts: those of `fill_table`."""
+    candidates, _, _, _, _, tables, is_chain, seq_lens, slots = drafts
+    bs, device = len(candidates), candidates.device
+    # A column of the blocks.
+    bonus_tokens = torch.randint(0, VOCAB, (bs, 3), device=device)[:, 0]
+    req_to_token = torch.randint(0, 2**31 - 1, (len(tables), 120), dtype=torch.int32, device=device)
+    return (bonus_tokens, candidates, *fill_table(*drafts), is_chain, seq_lens, slots, req_to_token)
 
 
-def arguments(requests, depths, k, device, is_chain=None, share=0.3):
-    """Return all arguments except the trees. The first requests have uncertain drafts, and so wide trees."""
-    logits = torch.randn(requests, depths, k, device=device).sort(dim=-1, descending=True).values
-    logits *= torch.linspace(1, 9, requests, device=device)[:, None, None]
-    seq_lens = torch.randint(0, 50, (requests,), device=device)
-    candidates = torch.rand(requests, depths, VOCAB, device=device).argsort(dim=-1)[:, :, :k].contiguous()
-    rows = torch.randperm(requests + 3, device=device)[:requests]
-    return (
-        # A column of a larger tensor, as the bonus tokens of blocks are.
-        torch.randint(0, VOCAB, (requests, 3), device=device)[:, 0],
-        candidates,
-        logits,
-        logits.logsumexp(dim=-1) + torch.rand(requests, depths, device=device),
-        tables_with(candidates, rows, share),
-        torch.zeros_like(seq_lens) if is_chain is None else is_chain,
-        seq_lens,
-        rows,
-        torch.randint(0, 2**31 - 1, (requests + 3, 120), dtype=torch.int32, device=device),
-    )
+def greedy(drafts):
+    """Return the same drafts, of greedy requests."""
+    bs, device = len(drafts[0]), drafts[0].device
+    return (*drafts[:3], parameters_for(bs, device, temperatures=[0]), *drafts[4:])
 
 
 def grown(grow, args, num_nodes) -> Trees:
@@ -76,18 +63,20 @@ def assert_same(args, num_nodes):
     ],
 )
 def test_matches_reference(requests, num_nodes, depths, k, device):
-    is_chain = torch.arange(requests, device=device) % 3 // 2
-    assert_same(arguments(requests, depths, k, device, is_chain), num_nodes)
+    assert_same(arguments_for(drafts_for(requests, depths, k, device)), num_nodes)
 
 
 @pytest.mark.parametrize("num_nodes", [16, 40])
 def test_equally_probable_paths(num_nodes, device):
-    """Some paths are as probable as their prefixes, others are impossible."""
-    args = list(arguments(4, 7, 4, device, share=0))
-    args[2] = torch.randint(-2, 1, (4, 7, 4), device=device).float().sort(dim=-1, descending=True).values
-    args[3] = torch.zeros(4, 7, device=device)
-    args[2][3, :, 1:] = float("-inf")
+    """And some that are no less probable than their prefixes, or impossible."""
+    drafts = list(greedy(drafts_for(4, 7, 4, device, share=0)))
+    drafts[1] = torch.randint(-2, 1, (4, 7, 4), device=device).float().sort(dim=-1, descending=True).values
+    drafts[2] = torch.zeros(4, 7, device=device)
+    drafts[1][2, :, 1:] = float("-inf")
+    args = arguments_for(drafts)
     assert_same(args, num_nodes)
+    # Of the third request only a chain is possible.
+    assert (grown(grow_trees, args, num_nodes).parents[2] >= 0).sum() == 7
 
 
 @pytest.mark.parametrize("grow", [grow_trees, reference])
@@ -100,9 +89,10 @@ def test_by_hand(grow, device):
     log_sums = torch.full((2, 2), 3.0, device=device)
     table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
     bigrams = torch.zeros(2, TABLE_SIZE, dtype=torch.int16, device=device)
-    is_chain, seq_lens, rows = tensor([0, 1]), tensor([5, 10]), tensor([1, 0])
-    args = (tensor([7, 8]), candidates, logits, log_sums, bigrams, is_chain, seq_lens, rows, table)
-    trees = grown(grow, args, 5)
+    is_chain, seq_lens, rows, zeros = tensor([0, 1]), tensor([5, 10]), tensor([1, 0]), tensor([0, 0])
+    parameters = DrawParameters.greedy(2, device)
+    drafts = (candidates, logits, log_sums, parameters, zeros, bigrams, is_chain, seq_lens, rows)
+    trees = grown(grow, (tensor([7, 8]), candidates, *fill_table(*drafts), is_chain, seq_lens, rows, table), 5)
     # Paths 11 (0.6), 11 21 (0.54), 12 (0.4), 12 21 (0.36); and a chain.
     assert trees.tokens.tolist() == [7, 11, 21, 12, 21, 8, 11, 21, 8, 8]
     assert trees.parents.tolist() == [[-1, 0, 1, 0, 3], [-1, 0, 1, -1, -1]]
@@ -113,7 +103,7 @@ def test_by_hand(grow, device):
 
 @pytest.mark.parametrize("grow", [grow_trees, reference])
 def test_by_hand_with_a_text(grow, device):
-    """The texts have 12 before 22. The first one also has the bonus token before 12, which must not count."""
+    """It has 12 before 22; of the first request, whose bonus token it has before 12, which counts for nothing."""
 
     def tensor(values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype, device=device)
@@ -122,8 +112,9 @@ def test_by_hand_with_a_text(grow, device):
     log_probs = tensor([[[0.6, 0.4], [0.7, 0.3]]] * 2, torch.float32).log()
     zeros, slots = tensor([0, 0]), torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
     bigrams = tables_of(tensor([[12, 22, 0, 0], [12, 22, 7, 12]]), tensor([2, 4]))
-    args = (tensor([7, 8]), candidates, log_probs, torch.zeros(2, 2, device=device), bigrams, zeros, zeros)
-    trees = grown(grow, (*args, tensor([1, 0]), slots), 7)
+    parameters, rows = DrawParameters.greedy(2, device), tensor([1, 0])
+    drafts = (candidates, log_probs, torch.zeros(2, 2, device=device), parameters, zeros, bigrams, zeros, zeros, rows)
+    trees = grown(grow, (tensor([7, 8]), candidates, *fill_table(*drafts), zeros, zeros, rows, slots), 7)
     # After 12, 22 has 0.3 e^2 / (1 + 0.3 (e^2 - 1)) = 0.76: the paths have 0.6, 0.42, 0.4, 0.304, 0.18 and 0.096.
     assert trees.tokens.tolist() == [7, 11, 21, 12, 22, 22, 21, 8, 11, 21, 12, 22, 22, 21]
     assert trees.parents.tolist() == [[-1, 0, 1, 0, 3, 1, 3]] * 2
@@ -132,32 +123,30 @@ def test_by_hand_with_a_text(grow, device):
 @pytest.mark.parametrize("grow", [grow_trees, reference])
 @pytest.mark.parametrize(("num_nodes", "depths", "k"), [(12, 3, 3), (30, 4, 2), (30, 4, 3)])
 def test_most_probable_paths(num_nodes, depths, k, grow, device):
-    """The nodes are the most probable of all paths."""
-    args = arguments(3, depths, k, device)
-    log_probs = args[2].double() - args[3].double()[:, :, None]
-    places, tags = locate(args[1][:, :-1, :, None], args[1][:, 1:, None, :])
-    weights = 1 + (math.exp(LOG_WEIGHT) - 1) * (args[4][args[7][:, None, None, None], places] == tags).double()
-    assert (weights > 1).any() and (weights == 1).any()
+    """The nodes are the most probable of all paths, in that order, for greedy and for sampled requests."""
+    drafts = drafts_for(3, depths, k, device)
+    drafts = (*drafts[:6], torch.zeros_like(drafts[6]), *drafts[7:])
+    args = arguments_for(drafts)
+    log_probs, ranks = args[2].double(), args[3].long()
 
-    def probability(request, ranks):
-        product = log_probs[request, 0, ranks[0]].exp().item()
-        for i in range(1, len(ranks)):
-            of_candidates = log_probs[request, i].exp() * weights[request, i - 1, ranks[i - 1]]
-            total = 1 - log_probs[request, i].exp().sum() + of_candidates.sum()
-            product *= (of_candidates[ranks[i]] / total).item()
-        return product
+    def of_path(request, path):
+        total, before = 0.0, 0
+        for depth, rank in enumerate(path):
+            place = (ranks[request, depth, before] == rank).nonzero()[0, 0]
+            total, before = total + log_probs[request, depth, before, place].item(), rank
+        return total
 
     trees = grown(grow, args, num_nodes)
     tokens = trees.tokens.view(3, num_nodes).tolist()
     for request in range(3):
-        every = [ranks for length in range(1, depths + 1) for ranks in itertools.product(range(k), repeat=length)]
-        every.sort(key=lambda ranks: -probability(request, ranks))
+        every = [path for length in range(1, depths + 1) for path in itertools.product(range(k), repeat=length)]
+        every.sort(key=lambda path: -of_path(request, path))
         want = [
-            tuple(args[1][request, i, rank].item() for i, rank in enumerate(ranks)) for ranks in every[: num_nodes - 1]
+            tuple(args[1][request, i, rank].item() for i, rank in enumerate(path)) for path in every[: num_nodes - 1]
         ]
         paths = [()]
         for token, parent in zip(tokens[request][1:], trees.parents[request, 1:].tolist()):
-            # The parent is an earlier node, so its path is known.
+            # Taken before: it is an earlier node.
             paths.append((*paths[parent], token))
         assert paths[1:] == want
 
@@ -165,7 +154,7 @@ def test_most_probable_paths(num_nodes, depths, k, grow, device):
 @pytest.mark.parametrize("num_nodes", [17, 64])
 def test_is_a_tree(num_nodes, device):
     requests, depths, k = 2, 15, 8
-    args = arguments(requests, depths, k, device)
+    args = arguments_for(drafts_for(requests, depths, k, device))
     trees = grown(grow_trees, args, num_nodes)
     tokens, positions = trees.tokens.view(requests, -1), trees.positions.view(requests, -1)
     for request in range(requests):
@@ -176,24 +165,16 @@ def test_is_a_tree(num_nodes, device):
             parent = parents[node]
             assert 0 <= parent < node and bits[node] == bits[parent] | 1 << node
             assert positions[request, node] == positions[request, parent] + 1
-            assert tokens[request, node] in args[1][request, positions[request, parent] - args[6][request]]
+            assert tokens[request, node] in args[1][request, positions[request, parent] - args[5][request]]
         assert len(set(zip(parents, tokens[request].tolist()))) == num_nodes
 
 
-@pytest.mark.parametrize("bits", [0x7FC00000, -1])
-@pytest.mark.parametrize("share", [0, 0.3])
-def test_nan(bits, share, device):
-    """Nodes form a tree and tokens are in the vocabulary, as in the reference, even if a broken model computes NaN."""
-    nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
-    args = list(arguments(5, 7, 4, device, share=share))
-    args[2][0, 2], args[3][1], args[3][2, 1] = nan, nan, nan
-    # Rows of -inf, whose sums are -inf too, and of inf.
-    args[2][3, 2], args[3][3, 2] = float("-inf"), float("-inf")
-    args[2][4, 1], args[3][4, 1] = float("inf"), float("inf")
+def test_impossible_candidates_are_no_nodes(device):
+    """A broken model's rows, which the table has as -inf, end the paths before them."""
+    drafts = list(greedy(drafts_for(3, 7, 4, device)))
+    drafts[6].zero_()
+    drafts[1][0, 2], drafts[2][1] = float("nan"), float("nan")
+    args = arguments_for(drafts)
     assert_same(args, 16)
-    trees = grown(grow_trees, args, 16)
-    tokens, nodes = trees.tokens.view(5, 16), torch.arange(16, device=device)
-    assert ((tokens >= 0) & (tokens < VOCAB)).all()
-    assert ((trees.parents >= -1) & (trees.parents < nodes)).all()
-    depths = trees.positions.view(5, 16) - args[6][:, None]
-    assert ((depths >= 0) & (depths <= 7)).all()
+    depths = grown(grow_trees, args, 16).positions.view(3, 16) - args[5][:, None]
+    assert depths.amax(dim=1).tolist()[:2] == [2, 0]

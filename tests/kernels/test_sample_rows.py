@@ -13,7 +13,7 @@ ALL = 1 << 30
 
 
 def parameters_of(*requests: dict, device: str) -> DrawParameters:
-    """Return the parameters of requests. Missing values of temperature, top_k, top_p and min_p filter nothing."""
+    """Of requests that give `temperature`, `top_k`, `top_p` and `min_p`, or the values that filter nothing."""
 
     def tensor(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([request.get(name, default) for request in requests], dtype=dtype, device=device)
@@ -26,13 +26,17 @@ def parameters_of(*requests: dict, device: str) -> DrawParameters:
     )
 
 
-def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed: int = 0) -> torch.Tensor:
+def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, first: int = 0, key: int = 77):
+    """Return the tokens that are drawn at positions `first`, `first` + 1 and so on."""
     maxima, tokens = row_max(logits)
-    implementation(logits, maxima, tokens, parameters, torch.tensor([seed], device=logits.device))
+    positions = torch.arange(first, first + len(logits), device=logits.device)
+    implementation(
+        logits, maxima, tokens, parameters, torch.full_like(parameters.top_ks, key, dtype=torch.int64), positions
+    )
     return tokens
 
 
-# --- allowed tokens -------------------------------------------------------------------------------------------------
+# --- what may be drawn ----------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -42,7 +46,7 @@ def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, seed:
     [(1, torch.float32), (7, torch.bfloat16), (2049, torch.float16), (4097, torch.float32), (50003, torch.bfloat16)],
 )
 def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, implementation, device):
-    """The vocabulary has a few likely tokens, of which the filter allows the best three."""
+    """Of a few likely tokens somewhere in the vocabulary, the filter takes the best three."""
     generator = torch.Generator().manual_seed(columns)
     values = 0.3 * torch.randn(columns, generator=generator)
     values[torch.randperm(columns, generator=generator)[:6]] += 12
@@ -63,7 +67,7 @@ def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, i
         "top_k and min_p": {"top_k": top_k, "min_p": 1e-9},
     }[restricted]
     parameters = parameters_of(request, device=device)
-    # All rows are the same memory: their stride is 0.
+    # All rows are in one place: their stride is 0.
     logits = values.to(device).expand(35, columns)
 
     assert allowed_distribution(logits[:1], parameters)[0].nonzero()[:, 0].tolist() == allowed.tolist()
@@ -77,7 +81,8 @@ def test_greedy_rows_are_left_alone(implementation, device):
     parameters = parameters_of(greedy, {"temperature": 50.0}, greedy | {"top_k": 0}, device=device)
     maxima = logits.amax(dim=1)
     tokens = torch.full((12,), -7, device=device)
-    implementation(logits, maxima, tokens, parameters, torch.tensor([0], device=device))
+    keys, positions = torch.zeros(3, dtype=torch.int64, device=device), torch.arange(12, device=device)
+    implementation(logits, maxima, tokens, parameters, keys, positions)
     is_sampled = torch.arange(12) // 4 == 1
     assert tokens[~is_sampled].tolist() == [-7] * 8
     assert tokens[is_sampled].min() >= 0
@@ -85,7 +90,7 @@ def test_greedy_rows_are_left_alone(implementation, device):
 
 @BOTH
 def test_each_request_has_its_parameters(implementation, device):
-    """The number of rows is odd, rows are strided, and only one token is allowed."""
+    """An odd number of rows in strided memory; a draw from one token is no draw."""
     logits = torch.randn(9, 5000, device=device)[:, :4500]
     parameters = parameters_of({"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-3}, device=device)
     assert draw(implementation, logits, parameters).tolist() == logits.argmax(dim=1).tolist()
@@ -96,20 +101,20 @@ def test_the_padding_of_a_row_is_never_read(implementation, device):
     logits = torch.full((3, 4100), 100.0, device=device)[:, :4097]
     logits[:] = torch.randn(3, 4097, device=device)
     parameters = parameters_of({"temperature": 50.0}, device=device)
-    tokens = torch.stack([draw(implementation, logits, parameters, seed) for seed in range(20)])
+    tokens = torch.stack([draw(implementation, logits, parameters, 3 * i) for i in range(20)])
     assert tokens.max() < 4097
 
 
 @BOTH
 def test_infinities_and_nan(implementation, device):
-    """Sampling ends and the token is in the vocabulary, even if a broken model computes NaN or infinity."""
+    """Whatever a broken model computes, it ends, and the token is one of the vocabulary."""
     logits = torch.full((4, 5000), float("-inf"), device=device)
     logits[1] = float("nan")
     logits[2, 4321] = float("inf")
     logits[3, [17, 4500]] = 1.0
     logits[3, 20] = float("nan")
     for request in ({}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}):
-        seen = [draw(implementation, logits, parameters_of(request, device=device), seed) for seed in range(12)]
+        seen = [draw(implementation, logits, parameters_of(request, device=device), 4 * i) for i in range(12)]
         rows = torch.stack(seen).T.tolist()
         assert [set(row) for row in rows] == [{0}, {0}, {4321}, {17, 4500}]
 
@@ -120,9 +125,9 @@ def test_no_rows(implementation, device):
     assert draw(implementation, empty, parameters_of(device=device)).tolist() == []
 
 
-# --- frequencies ----------------------------------------------------------------------------------------------------
+# --- how often ------------------------------------------------------------------------------------------------------
 
-# Triton's interpreter draws forty samples per second.
+# Triton's interpreter draws forty a second.
 NUM_DRAWS = {"cuda": 200_000, "cpu": 360}
 SETTINGS = {
     "unfiltered": {},
@@ -136,7 +141,7 @@ SETTINGS = {
     "top_k and min_p": {"temperature": 2.0, "top_k": 7, "min_p": 0.3},
     "top_p and min_p": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.2},
 }
-# Tokens 1, 4 and 8 share the ranks 4 to 6. Four tokens alone would reach a mass of 0.7.
+# Tokens 1, 8 and 4 are the fourth to the sixth of the order; four tokens would be sure to hold the mass of 0.7.
 LOGITS = [0.5, 1.0, 2.25, -3.0, 1.0, 1.75, 0.0, -1.5, 1.0, 1.25, -0.5]
 
 
@@ -147,7 +152,7 @@ def test_distribution(name, implementation, device):
     logits = torch.tensor(LOGITS, device=device)
     parameters = parameters_of(SETTINGS[name], device=device)
     rows = logits.expand(n // launches, -1)
-    tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
+    tokens = torch.cat([draw(implementation, rows, parameters, i * len(rows)) for i in range(launches)])
     expected = n * allowed_distribution(logits[None], parameters)[0]
     assert chi_square(tokens.bincount(minlength=len(LOGITS)), expected) > 1e-3
 
@@ -155,14 +160,14 @@ def test_distribution(name, implementation, device):
 @BOTH
 @pytest.mark.parametrize("name", ["unfiltered", "top_p"])
 def test_distribution_over_a_large_vocabulary(name, implementation, device):
-    """Only the tokens of the small vocabulary are possible, and they are far apart."""
+    """The same tokens, far from each other, and nothing else."""
     launches, n = 4, NUM_DRAWS[device]
     places = torch.arange(len(LOGITS), device=device) * 1229
     logits = torch.full((int(places[-1]) + 7,), float("-inf"), device=device)
     logits[places] = torch.tensor(LOGITS, device=device)
     parameters = parameters_of(SETTINGS[name], device=device)
     rows = logits.expand(n // launches, -1)
-    tokens = torch.cat([draw(implementation, rows, parameters, seed) for seed in range(launches)])
+    tokens = torch.cat([draw(implementation, rows, parameters, i * len(rows)) for i in range(launches)])
     expected = n * allowed_distribution(logits[None], parameters)[0]
     assert chi_square(tokens.bincount(minlength=len(logits)), expected) > 1e-3
 
@@ -174,21 +179,38 @@ def test_ties_are_allowed_together(name, tokens, device):
 
 
 @BOTH
-def test_rows_and_seeds_are_independent(implementation, device):
-    """Pairs of samples, of neighbouring rows or of neighbouring seeds, have the distribution of independent pairs."""
+def test_positions_and_keys_are_independent(implementation, device):
+    """Pairs of draws, at positions in a row and of neighbouring keys, are distributed as pairs."""
     n, vocab = NUM_DRAWS[device] // 2, 4
     logits = torch.zeros(vocab, device=device).expand(n, -1)
-    parameters = parameters_of({"top_k": 3, "temperature": 2.0}, device=device)
-    first, second = (draw(implementation, logits, parameters, seed) for seed in (5, 6))
+    first, second = (
+        draw(implementation, logits, parameters_of({"top_k": 3, "temperature": 2.0}, device=device), key=key)
+        for key in (5, 6)
+    )
     expected = torch.full((vocab**2,), n / vocab**2)
     for one, other in ((first, second), (first, first.roll(1))):
         assert chi_square((vocab * one + other).bincount(minlength=vocab**2).cpu(), expected) > 1e-3
 
 
-def test_a_seed_repeats_its_draws(device):
+@pytest.mark.parametrize("request_", [{}, {"top_k": 40, "top_p": 0.9}, {"temperature": 0.7, "min_p": 0.05}])
+def test_matches_reference(request_, device):
+    """A draw is a function of key, position and logits: kernel and reference draw the same tokens."""
+    logits = torch.randn(24, 6000, device=device).to(torch.bfloat16)
+    parameters = parameters_of(request_, request_, device=device)
+    for key in (2**62 + 3, 5):
+        assert torch.equal(
+            draw(sample_rows, logits, parameters, 100, key), draw(reference, logits, parameters, 100, key)
+        )
+
+
+@BOTH
+def test_the_same_key_and_position_repeat_a_draw(implementation, device):
+    """Wherever the row is in the batch, and whatever is beside it."""
     logits = torch.zeros(50, 5000, device=device)
+    keys = (2**62 + 3, 2**62 + 3, 2**62 + 4, 3)
     parameters = parameters_of({}, device=device)
-    seeds = (2**62 + 3, 2**62 + 3, 2**62 + 4, 3)
-    first, same, *others = (draw(sample_rows, logits, parameters, seed) for seed in seeds)
+    first, same, *others = (draw(implementation, logits, parameters, key=key) for key in keys)
     assert torch.equal(first, same)
     assert all((first == other).sum() < 3 for other in others)
+    alone = draw(implementation, logits[:1], parameters, 31, keys[0])
+    assert alone.item() == first[31]

@@ -7,6 +7,7 @@ itself use the cycle's sampler, and trees use `accept_paths`.
 
 from __future__ import annotations
 
+import random
 import sys
 from itertools import accumulate
 from types import SimpleNamespace
@@ -36,10 +37,11 @@ from models.tiny import TARGET_DIR
 from sglang_dflash import ops
 from sglang_dflash.memory import pool_sizing
 from sglang_dflash.ops.bigrams import TABLE_SIZE
-from sglang_dflash.types import Trees
+from sglang_dflash.types import DrawParameters, Trees
 from sglang_dflash.verify import fast_path, sampler
 from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.fast_path import draw_parameters
+from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler, sampler_bytes
 
 # `FallbackSampler` uses a hook of SGLang's sampler to learn which tokens could not be sampled.
@@ -81,7 +83,8 @@ def fallback_sampler(num_slots: int, sampler: Sampler | None = None) -> Fallback
         model_config=SimpleNamespace(vocab_size=VOCAB),
         device="cpu",
     )
-    return FallbackSampler(runner, num_slots, get_tp_group())
+    keys = RequestKeys(num_slots, "cpu", random.Random(0))
+    return FallbackSampler(runner, num_slots, get_tp_group(), keys)
 
 
 def step_of(block: torch.Tensor, positions: torch.Tensor, output: LogitsProcessorOutput, seq_lens: torch.Tensor):
@@ -133,8 +136,8 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
     bonus = torch.full((n,), FIRST)
     sampler.begin_requests(batch, bonus)
     tokens = torch.zeros(n, NUM_NEW + BLOCK_SIZE, dtype=torch.int64)
-    rows = torch.arange(BLOCK_SIZE)
-    for seed in range(NUM_NEW):
+    rows, keys = torch.arange(BLOCK_SIZE), torch.randint(0, 2**62, (n,))
+    for _ in range(NUM_NEW):
         block = bonus[:, None].repeat(1, BLOCK_SIZE)
         for j in range(1, BLOCK_SIZE):
             by_rank = TABLE.argsort(dim=1, descending=True)[block[:, j - 1]]
@@ -146,11 +149,11 @@ def continuations(params: dict, bias: float = 0.0, in_cycle: bool = False) -> to
         if in_cycle:
             maxima, target = ops.row_max(output.next_token_logits)
             parameters = draw_parameters(batch.sampling_info)
-            ops.sample_rows(output.next_token_logits, maxima, target, parameters, torch.tensor([seed]))
+            ops.sample_rows(output.next_token_logits, maxima, target, parameters, keys, positions.view(-1))
             accepted = ops.accept_prefix(block, target.view(n, BLOCK_SIZE), batch.seq_lens)
         else:
             step = step_of(block, positions, output, batch.seq_lens)
-            sampler.resolve(batch, sampler.needs_fallback(batch), step, AcceptingCycle(bias), None)
+            sampler.resolve(batch, list(range(n)), step, AcceptingCycle(bias), None)
             accepted = step.accepted
         done = (batch.seq_lens - len(req.origin_input_ids)).clamp(max=NUM_NEW)
         tokens.scatter_(1, done[:, None] + rows, accepted.out_tokens)
@@ -163,13 +166,24 @@ def random_trees() -> Trees:
     logits, candidates = torch.randn(NUM_TREES, BLOCK_SIZE - 1, VOCAB).mul(2).sort(dim=-1, descending=True)
     zeros = torch.zeros(NUM_TREES, dtype=torch.int64)
     trees = Trees.empty(NUM_TREES, NUM_NODES, "cpu")
-    ops.grow_trees(
-        zeros,
-        candidates[:, :, :NUM_CANDIDATES].contiguous(),
+    is_chain = (torch.arange(NUM_TREES) % 10 == 0).long()
+    candidates = candidates[:, :, :NUM_CANDIDATES].contiguous()
+    table = ops.fill_table(
+        candidates,
         logits[:, :, :NUM_CANDIDATES].contiguous(),
         logits.logsumexp(dim=-1),
+        DrawParameters.greedy(NUM_TREES, "cpu"),
+        zeros,
         torch.zeros(1, TABLE_SIZE, dtype=torch.int16),
-        (torch.arange(NUM_TREES) % 10 == 0).long(),
+        is_chain,
+        zeros,
+        zeros,
+    )
+    ops.grow_trees(
+        zeros,
+        candidates,
+        *table,
+        is_chain,
         zeros,
         zeros,
         torch.zeros(1, NUM_NODES, dtype=torch.int32),
@@ -186,13 +200,15 @@ def continuations_of_trees(params: dict, bias: float = 0.0) -> tuple[torch.Tenso
     bonus, done = torch.full((n,), FIRST), torch.zeros(n, dtype=torch.int64)
     tokens = torch.zeros(n, NUM_NEW + BLOCK_SIZE, dtype=torch.int64)
     num_drafts = num_others = 0
-    for seed in range(NUM_NEW):
+    keys = torch.randint(0, 2**62, (n,))
+    for _ in range(NUM_NEW):
         which = torch.randint(NUM_TREES, (n,))
         nodes, parents = trees.tokens.view(NUM_TREES, NUM_NODES)[which], trees.parents[which]
         nodes[:, 0] = bonus
         logits = TABLE[nodes.view(-1)].float()
         maxima, target = ops.row_max(logits)
-        ops.sample_rows(logits, maxima, target, parameters, torch.tensor([seed]))
+        positions = (trees.positions.view(NUM_TREES, NUM_NODES)[which] + done[:, None]).view(-1)
+        ops.sample_rows(logits, maxima, target, parameters, keys, positions)
         target = target.view(n, NUM_NODES)
         target[:, 0] = torch.where(torch.rand(n) < bias, nodes[:, 1], target[:, 0])
         accepted, paths = ops.accept_paths(nodes, parents, target, done, BLOCK_SIZE)
@@ -298,7 +314,9 @@ def test_another_sampler_draws_for_itself(flashinfer):
         assert fallback_sampler(1, other).needs_fallback(batch_of([request({}), request(GREEDY)])) == [0]
 
 
-def test_other_backends_draw_by_other_rules():
+def test_other_backends_draw_by_other_rules(monkeypatch):
+    other = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="intel_xpu"))
+    monkeypatch.setattr(fast_path, "get_exec", lambda: other)
     sampler = fallback_sampler(1)
     assert sampler.needs_fallback(batch_of([request({}), request(GREEDY)])) == [0]
     assert sampler.needs_fallback(batch_of([request(GREEDY)])) == []

@@ -9,7 +9,7 @@ from support.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, marg
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import tables_of
-from sglang_dflash.types import Trees
+from sglang_dflash.types import DrawParameters, Trees
 
 VOCAB = 40
 DEPTHS = 4
@@ -74,8 +74,10 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
     is_chain = torch.zeros(num_requests, dtype=torch.int64)
     # Any number may be subtracted from all logits of a position.
     logits, log_sums = best.values + 3, torch.full(best.values.shape[:2], 3.0)
-    places = torch.arange(num_requests)
-    ops.grow_trees(bonus, best.indices, logits, log_sums, tables, is_chain, seq_lens, places, req_to_token, trees)
+    slots, greedy = torch.arange(num_requests), DrawParameters.greedy(num_requests, "cpu")
+    drafts = (best.indices, logits, log_sums, greedy, torch.zeros_like(slots), tables, is_chain, seq_lens, slots)
+    table = ops.fill_table(*drafts)
+    ops.grow_trees(bonus, best.indices, *table, is_chain, seq_lens, slots, req_to_token, trees)
 
     for i in range(num_requests):
         tree = grow_tree(drafts_of(log_probs[i], k, TEXT[: lens[i]]), num_nodes)

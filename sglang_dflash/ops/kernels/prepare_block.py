@@ -11,7 +11,7 @@ from sglang_dflash.types import Block, DrawParameters
 
 # These arguments change with the batch or with every launch. Specialising on them would recompile the kernel while all
 # running requests wait.
-@triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "seed", "is_plain"])
+@triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "is_plain"])
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -27,7 +27,7 @@ def _prepare_block_kernel(
     num_drawn,
     is_chain,
     num_told,
-    seed,
+    request_keys,
     is_plain,
     block_ids,
     positions,
@@ -38,7 +38,7 @@ def _prepare_block_kernel(
     block_top_ks,
     block_top_ps,
     block_min_ps,
-    block_seed,
+    block_keys,
     block_is_plain,
     block_is_chain,
     BLOCK_SIZE: tl.constexpr,
@@ -60,6 +60,7 @@ def _prepare_block_kernel(
     tl.store(out_cache_loc + out, slot, mask=valid)
     tl.store(block_req_pool_indices + request, req_pool_index)
     tl.store(block_seq_lens + request, seq_len)
+    tl.store(block_keys + request, tl.load(request_keys + req_pool_index))
     is_drawn = request < num_drawn
     tl.store(block_temperatures + request, tl.load(temperatures + request, mask=is_drawn, other=1.0))
     tl.store(block_top_ks + request, tl.load(top_ks + request, mask=is_drawn, other=1))
@@ -67,7 +68,6 @@ def _prepare_block_kernel(
     tl.store(block_min_ps + request, tl.load(min_ps + request, mask=is_drawn, other=0.0))
     tl.store(block_is_chain + request, tl.load(is_chain + request, mask=request < num_told, other=0))
     if request == 0:
-        tl.store(block_seed, seed.to(tl.int64))
         tl.store(block_is_plain, is_plain.to(tl.int64))
 
 
@@ -78,7 +78,7 @@ def prepare_block(
     req_to_token: torch.Tensor,
     mask_token_id: int,
     parameters: DrawParameters | None,
-    seed: int,
+    request_keys: torch.Tensor,
     is_plain: bool,
     is_chain: torch.Tensor | None,
     block: Block,
@@ -106,7 +106,7 @@ def prepare_block(
         0 if parameters is None else bs,
         block.is_chain if is_chain is None else is_chain,
         0 if is_chain is None else bs,
-        seed,
+        request_keys,
         int(is_plain),
         block.input_ids,
         block.positions,
@@ -117,7 +117,7 @@ def prepare_block(
         block.parameters.top_ks,
         block.parameters.top_ps,
         block.parameters.min_ps,
-        block.seed,
+        block.keys,
         block.is_plain,
         block.is_chain,
         BLOCK_SIZE=block_size,

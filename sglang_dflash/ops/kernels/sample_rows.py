@@ -1,10 +1,11 @@
-"""Sampling of the target's tokens without sorting the vocabulary, in one launch.
+"""The target's tokens of sampled requests, drawn without sorting a vocabulary, in one launch.
 
-A row samples from all tokens that min_p leaves. Then it checks top_k and top_p for the sampled token, for which it
-computes the number and the mass of the more likely tokens. If the token is rejected, no token of its likelihood or
-less is allowed. So the row samples again among the more likely tokens, whose mass it has just computed. Accepted
-tokens have the distribution of `reference.sample_rows.allowed_distribution`.
-Source: the rejection sampling of https://flashinfer.ai/2025/03/10/sampling.html, with one pivot instead of two.
+A draw is the argmax of logit / T + noise over the allowed tokens (the Gumbel-max trick, see
+:mod:`sglang_dflash.ops.noise`). A row first takes it over all that min_p leaves. It then asks whether top_k and top_p
+allow the token, which takes the number and the mass of the tokens that are likelier. If they do not, none as likely or
+less is allowed either, and the row draws again among the likelier ones. The last draw is the argmax over the allowed
+tokens: each set of this search contains them, and its argmax is one of them.
+Source of the search: https://flashinfer.ai/2025/03/10/sampling.html, with one pivot instead of two.
 """
 
 from __future__ import annotations
@@ -13,75 +14,48 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
 from sglang_dflash.types import DrawParameters
 
-# Columns that a thread block reads together. Lane i of a row reads columns i, i + _TILE, i + 2 * _TILE and so on.
+# Columns that a row's threads read together; lane i of a row reads columns i, i + _TILE, i + 2 * _TILE and so on.
 _TILE = 4096
 # Tiles in flight.
 _STAGES = 2
 
 
 @triton.jit
-def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """Sum the weights exp((logit - maximum) * rate) of one row. A logit is allowed if it is >= `least` and > `below`.
+def _draw(logits, num_columns, rate, prefix, least, below, TILE: tl.constexpr, STAGES: tl.constexpr):
+    """Return the column of the largest logit * rate + noise, among logits of at least `least` and above `below`; the
+    first of equals, -1 where there is none."""
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_column = tl.full((TILE,), -1, tl.int32)
+    # Nothing is reduced across lanes here: the threads would wait for each other in every tile.
+    for start in tl.range(0, num_columns, TILE, num_stages=STAGES):
+        column = start + tl.arange(0, TILE)
+        value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+        score = value * rate + gumbel(prefix, column)
+        is_better = (value >= least) & (value > below) & (score > best)
+        best = tl.where(is_better, score, best)
+        best_column = tl.where(is_better, column, best_column)
+    drawn = tl.min(tl.where((best == tl.max(best)) & (best_column >= 0), best_column, 2147483647))
+    return tl.where(drawn == 2147483647, -1, drawn)
 
-    Returns:
-        The allowed mass of each lane, the mass of the whole row, and the number of allowed tokens.
-    """
+
+@triton.jit
+def _weigh(logits, num_columns, maximum, rate, least, below, TILE: tl.constexpr, STAGES: tl.constexpr):
+    """Return, of the weights exp((logit - maximum) * rate), the mass of logits of at least `least` and above `below`,
+    the mass of the row, and how many the former are."""
     mass, total = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     count = tl.zeros((TILE,), tl.int32)
-    # Lanes are summed after the loop. A sum in every tile would make the threads wait for each other.
     for start in tl.range(0, num_columns, TILE, num_stages=STAGES):
         column = start + tl.arange(0, TILE)
         value = tl.load(logits + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
         weight = tl.where(value > float("-inf"), tl.exp((value - maximum) * rate), 0.0)
-        is_allowed = (value >= least) & (value > below)
-        mass += tl.where(is_allowed, weight, 0.0)
+        is_likelier = (value >= least) & (value > below)
+        mass += tl.where(is_likelier, weight, 0.0)
         total += weight
-        count += is_allowed.to(tl.int32)
-    return mass, tl.sum(total), tl.sum(count)
-
-
-@triton.jit
-def _cross(mass, threshold, index, END: tl.constexpr):
-    """Find the first entry where the running sum of `mass` exceeds `threshold`.
-
-    Rounding may keep the sum below the threshold; then the last entry with mass is returned.
-
-    Returns:
-        The `index` of that entry, -1 if there is no mass; `index` ascends.
-        The threshold minus the mass before that entry.
-    """
-    has_mass = mass > 0
-    first = tl.min(tl.where(has_mass & (tl.cumsum(mass, 0) > threshold), index, END))
-    crossing = tl.minimum(first, tl.max(tl.where(has_mass, index, -1)))
-    return crossing, threshold - tl.sum(tl.where(index < crossing, mass, 0.0))
-
-
-@triton.jit
-def _draw(logits, num_columns, maximum, rate, least, below, mass, uniform, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """Return the column where the allowed mass, summed lane by lane, exceeds `uniform` times its total.
-
-    Returns -1 if there is no mass.
-    """
-    lane, rest = _cross(mass, uniform * tl.sum(mass), tl.arange(0, TILE), TILE)
-    tile = tl.arange(0, PADDED)
-    column = tile * TILE + lane
-    # The lane is -1 if the row has no mass.
-    is_inside = (lane >= 0) & (column < num_columns)
-    value = tl.load(logits + column, mask=is_inside, other=float("-inf")).to(tl.float32)
-    is_allowed = (value >= least) & (value > below)
-    weight = tl.where(is_allowed, tl.exp((value - maximum) * rate), 0.0)
-    drawn, _ = _cross(weight, rest, tile, PADDED)
-    return tl.where(drawn < 0, -1, drawn * TILE + lane)
-
-
-@triton.jit
-def _uniform(seed, row, round_index):
-    """Return a number in [0, 1). The counter is the pair of row and round, so no two draws of a launch share it."""
-    zero = round_index * 0
-    bits, _, _, _ = tl.philox(seed, row, round_index, zero, zero)
-    return tl.uint_to_uniform_float(bits)
+        count += is_likelier.to(tl.int32)
+    return tl.sum(mass), tl.sum(total), tl.sum(count)
 
 
 @triton.jit
@@ -89,55 +63,54 @@ def _sample_rows_kernel(
     logits,
     row_stride,
     num_columns,
-    block_size,
+    rows_per_request,
     maxima,
     tokens,
     temperatures,
     top_ks,
     top_ps,
     min_ps,
-    seed,
+    keys,
+    positions,
     TILE: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    row_index = tl.program_id(0)
-    row = row_index.to(tl.int64)
-    request = row // block_size
+    row = tl.program_id(0).to(tl.int64)
+    request = row // rows_per_request
     top_k = tl.load(top_ks + request)
-    # A greedy request keeps its argmax.
-    if top_k <= 1:
+    maximum = tl.load(maxima + row).to(tl.float32)
+    # Greedy, or nothing to draw from.
+    if (top_k <= 1) | (maximum == float("inf")) | (maximum == float("-inf")):
         return
     top_p = tl.load(top_ps + request)
     temperature = tl.load(temperatures + request)
-    maximum = tl.load(maxima + row).to(tl.float32)
+    prefix = hash_prefix(tl.load(keys + request), tl.load(positions + row))
     rate = 1.0 / temperature
-    # log(0) is -inf: without min_p every token passes.
+    # -inf without min_p.
     least = maximum + temperature * tl.log(tl.load(min_ps + request))
     below = tl.full((), float("-inf"), tl.float32)
     row_logits = logits + row * row_stride
-    row_seed = tl.load(seed)
     token = tl.full((), -1, tl.int32)
-    round_index = tl.full((), 0, tl.int32)
     is_filtered = (top_k < num_columns) | (top_p < 1.0)
     is_open = top_k > 1
-    # This ends: `below` rises to a larger logit every time, and the largest logit cannot be rejected.
+    # Ends: `below` rises to a larger logit every time, and the largest has nothing above it to be rejected for.
     while is_open:
-        mass, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, STAGES)
-        # The first pass has no token to accept yet.
-        is_accepted = (round_index > 0) & (count < top_k) & ((tl.sum(mass) < top_p * total) | (top_p >= 1.0))
-        if is_accepted == 0:
-            uniform = _uniform(row_seed, row_index, round_index)
-            token = _draw(row_logits, num_columns, maximum, rate, least, below, mass, uniform, TILE, PADDED_TILES)
-            below = tl.load(row_logits + token, mask=token >= 0, other=float("-inf")).to(tl.float32)
-            round_index += 1
-        is_open = (is_accepted == 0) & is_filtered & (token >= 0)
-    # A row with an infinite maximum keeps its token.
+        token = _draw(row_logits, num_columns, rate, prefix, least, below, TILE, STAGES)
+        is_open = is_filtered & (token >= 0)
+        if is_open:
+            below = tl.load(row_logits + token).to(tl.float32)
+            mass, total, count = _weigh(row_logits, num_columns, maximum, rate, least, below, TILE, STAGES)
+            is_open = (count >= top_k) | ((mass >= top_p * total) & (top_p < 1.0))
     tl.store(tokens + row, token.to(tl.int64), mask=token >= 0)
 
 
 def sample_rows(
-    logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor, parameters: DrawParameters, seed: torch.Tensor
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    tokens: torch.Tensor,
+    parameters: DrawParameters,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.sample_rows.sample_rows`."""
     num_rows, num_columns = logits.shape
@@ -147,16 +120,16 @@ def sample_rows(
         logits=logits,
         row_stride=logits.stride(0),
         num_columns=num_columns,
-        block_size=num_rows // parameters.top_ks.shape[0],
+        rows_per_request=num_rows // parameters.top_ks.shape[0],
         maxima=maxima,
         tokens=tokens,
         temperatures=parameters.temperatures,
         top_ks=parameters.top_ks,
         top_ps=parameters.top_ps,
         min_ps=parameters.min_ps,
-        seed=seed,
+        keys=keys,
+        positions=positions,
         TILE=_TILE,
-        PADDED_TILES=triton.next_power_of_2(triton.cdiv(num_columns, _TILE)),
         STAGES=_STAGES,
         num_warps=8,
     )

@@ -14,7 +14,7 @@ def prepare_block(
     req_to_token: torch.Tensor,
     mask_token_id: int,
     parameters: DrawParameters | None,
-    seed: int,
+    request_keys: torch.Tensor,
     is_plain: bool,
     is_chain: torch.Tensor | None,
     block: Block,
@@ -28,8 +28,8 @@ def prepare_block(
         req_to_token: [request slots, positions] int32. KV slot of every position.
         mask_token_id: the drafter's mask token.
         parameters: of the bs requests; None if all are greedy.
-        seed: of the cycle, below 2**63.
-        is_plain: whether every request takes the fast path of acceptance.
+        request_keys: [request slots] int64. Keys of the requests' noise.
+        is_plain: whether the cycle advances recurrent states itself.
         is_chain: [bs] int64, see :class:`sglang_dflash.types.Block`; None stands for 0.
         block: written; may be padded to more than bs requests. Padding is a greedy request of one token in request
             slot 0 and KV slot 0, which SGLang reserves for padding.
@@ -46,7 +46,7 @@ def prepare_block(
     torch.add(block.seq_lens[:, None], torch.arange(positions.shape[1], device=seq_lens.device), out=positions)
     out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
     out_cache_loc[bs:] = 0
-    block.seed.fill_(seed)
+    block.keys.copy_(request_keys[block.req_pool_indices])
     block.is_plain.fill_(is_plain)
     block.is_chain.zero_()
     if is_chain is not None:

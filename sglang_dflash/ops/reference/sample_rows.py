@@ -1,55 +1,63 @@
-"""Sampling of the target's tokens, in torch."""
+"""The target's tokens of sampled requests, in torch."""
 
 from __future__ import annotations
 
 import torch
 
+from sglang_dflash.ops.noise import gumbel
 from sglang_dflash.types import DrawParameters
 
 
 def sample_rows(
-    logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor, parameters: DrawParameters, seed: torch.Tensor
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    tokens: torch.Tensor,
+    parameters: DrawParameters,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
-    """Replace the argmax of sampled requests by a sample of :func:`allowed_distribution`, independent for each row.
+    """Replace the argmax of sampled requests by a draw from :func:`allowed_distribution`.
 
-    The samples are a function of the arguments alone. They differ between this reference and the kernel.
+    The draw is the argmax of logit / T + noise over the allowed tokens, the first of equals. It is a function of the
+    request's key, the position and the logits alone: see :mod:`sglang_dflash.ops.noise`.
 
     Args:
-        logits: [bs * W, V] floating-point. Rows may be strided, columns not. NaN and -inf are never sampled.
-        maxima: [bs * W] as `row_max` returns. A row whose maximum is infinite keeps its token.
-        tokens: [bs * W] int64 as `row_max` returns, overwritten.
+        logits: [bs * R, V] floating-point, R rows for each request. Rows may be strided, columns not. NaN and -inf are
+            never drawn.
+        maxima, tokens: [bs * R], and [bs * R] int64, overwritten: what `row_max` returns. A row whose maximum is
+            infinite keeps its token.
         parameters: of the bs requests.
-        seed: [1] int64.
+        keys: [bs] int64. Keys of the requests' noise.
+        positions: [bs * R] int64. Position of the token after which each row draws.
     """
     if not len(tokens):
         return
-    block_size = len(tokens) // len(parameters.top_ks)
-    is_sampled = (parameters.top_ks > 1).repeat_interleave(block_size) & maxima.isfinite()
+    rows_per_request = len(tokens) // len(parameters.top_ks)
+    is_sampled = (parameters.top_ks > 1).repeat_interleave(rows_per_request) & maxima.isfinite()
     if not is_sampled.any():
         return
-    generator = torch.Generator(logits.device).manual_seed(int(seed))
-    probs = allowed_distribution(logits, parameters)[is_sampled]
-    tokens[is_sampled] = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+    is_allowed = allowed_distribution(logits, parameters)[is_sampled] > 0
+    rates = (1 / parameters.temperatures).repeat_interleave(rows_per_request)[is_sampled, None]
+    row_keys = keys.repeat_interleave(rows_per_request)[is_sampled, None]
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    scores = logits[is_sampled].to(torch.float32) * rates + gumbel(row_keys, positions[is_sampled, None], columns)
+    tokens[is_sampled] = scores.where(is_allowed, -torch.inf).argmax(dim=-1)
 
 
 def allowed_distribution(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-    """Return softmax(logits / temperature), restricted to the tokens that the request's filters allow.
+    """softmax(logits / temperature) restricted to the tokens that the filters of their request allow.
 
-    A token is allowed if:
-
-    1. fewer than top_k tokens are more likely,
-    2. the more likely tokens have less than top_p of the whole mass, and
-    3. its probability is at least min_p times that of the most likely token.
-
-    So equally likely tokens are allowed together. Source: `TopKTopPSamplingFromProbKernel` (the joint order of top_k
-    and top_p) and `MinPSamplingFromProbKernel` in flashinfer/sampling.cuh, which SGLang's `Sampler` calls.
+    Allowed are those of which (1) fewer than top_k tokens are likelier, (2) those likelier have less than top_p of the
+    whole mass, and (3) the probability is at least min_p of the likeliest token's. So equally likely tokens are allowed
+    together. Source: `TopKTopPSamplingFromProbKernel` (the joint order of top_k and top_p) and
+    `MinPSamplingFromProbKernel` in flashinfer/sampling.cuh, which SGLang's `Sampler` calls.
 
     Args:
-        logits: [bs * W, V]. Every row of a sampled request has a finite maximum.
-        parameters: of the bs requests.
+        logits: [P * B, V], with a finite maximum in every row of a sampled request.
+        parameters: of the P requests.
 
     Returns:
-        [bs * W, V] float64. Rows sum to 1; tokens that are not allowed have 0.
+        [P * B, V] float64, rows of sum 1; 0 where a token is not allowed.
     """
     block_size = len(logits) // len(parameters.top_ks)
 
@@ -58,7 +66,7 @@ def allowed_distribution(logits: torch.Tensor, parameters: DrawParameters) -> to
 
     values = logits.to(torch.float64).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     probs = (values / per_row(parameters.temperatures)).softmax(dim=-1)
-    # Logits are compared because different logits can round to equal probabilities.
+    # Logits are compared, not probabilities, which may round to the same.
     ordered, order = values.sort(dim=-1, descending=True)
     ordered_probs = probs.gather(1, order)
     rank = torch.arange(values.shape[1], device=values.device).expand_as(values)

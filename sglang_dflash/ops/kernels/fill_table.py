@@ -1,0 +1,123 @@
+"""Conditional log probabilities of drafts in one launch, a program for each position of a request."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.ops import bigrams
+from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
+from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
+from sglang_dflash.ops.reference import fill_table as reference
+from sglang_dflash.types import DrawParameters
+
+_LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
+_MORE_WEIGHT = tl.constexpr(math.expm1(bigrams.LOG_WEIGHT))
+_EULER = tl.constexpr(reference.EULER)
+_LOWEST = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _number(x):
+    """Return x, and -inf for NaN."""
+    return tl.where(x == x, x, _LOWEST)
+
+
+@triton.jit
+def _fill_table_kernel(
+    candidates,
+    logits,
+    log_sums,
+    temperatures,
+    top_ks,
+    keys,
+    bigram_tables,
+    is_chain,
+    seq_lens,
+    req_pool_indices,
+    log_probs,
+    ranks,
+    DEPTHS: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    depth = tl.program_id(1)
+    row = request * DEPTHS + depth
+    column = tl.arange(0, PADDED)
+    is_candidate = column < K
+    token = tl.load(candidates + row * K + column, mask=is_candidate, other=0)
+    logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
+    plain = logit - tl.load(log_sums + row)
+    is_tree = tl.load(is_chain + request) == 0
+    is_sampled = (tl.load(top_ks + request) > 1) & is_tree
+    temperature = tl.load(temperatures + request)
+    prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
+    score = _number(tl.where(is_sampled, plain / temperature + gumbel(prefix, token), plain))
+    score = tl.where(is_candidate, score, _LOWEST)
+    mass = tl.where(is_candidate, tl.exp(plain), 0.0)
+    outside = _number(tl.log(tl.maximum(1.0 - tl.sum(mass), 0.0)) + _EULER)
+    rest = tl.where(temperature == 1.0, outside, _LOWEST)
+
+    # Rows are candidates of the position before.
+    has_before = is_candidate & (depth > 0)
+    before = tl.load(candidates + (row - 1) * K + column, mask=has_before, other=0)
+    slot, tag = locate(before[:, None], token[None, :])
+    is_pair = has_before[:, None] & is_candidate[None, :] & is_tree
+    slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
+    is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
+    after = score[None, :] + tl.where(is_seen, _LOG_WEIGHT, 0.0)
+    greedy_sum = tl.log(tl.sum(tl.where(is_seen, mass[None, :], 0.0), axis=1) * _MORE_WEIGHT + 1.0)
+    largest = tl.maximum(tl.max(after, axis=1), rest)
+    total = tl.sum(tl.exp(after - largest[:, None]), axis=1) + tl.exp(rest - largest)
+    after = _number(after - tl.where(is_sampled, largest + tl.log(total), greedy_sum)[:, None])
+
+    # The place of a candidate is the number of those that come before it. Padding comes last.
+    mine, other = after[:, :, None], after[:, None, :]
+    is_earlier = (column[None, :] < column[:, None])[None, :, :]
+    comes_first = (other > mine) | ((other == mine) & is_earlier)
+    place = tl.sum((comes_first & is_candidate[None, None, :]).to(tl.int32), axis=2)
+    out = (row * K + column[:, None]) * K + place
+    mask = is_candidate[:, None] & is_candidate[None, :]
+    tl.store(log_probs + out, after, mask=mask)
+    tl.store(ranks + out, tl.broadcast_to(column[None, :], (PADDED, PADDED)).to(tl.uint8), mask=mask)
+
+
+def fill_table(
+    candidates: torch.Tensor,
+    logits: torch.Tensor,
+    log_sums: torch.Tensor,
+    parameters: DrawParameters,
+    keys: torch.Tensor,
+    bigram_tables: torch.Tensor,
+    is_chain: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`sglang_dflash.ops.reference.fill_table.fill_table`."""
+    bs, depths, k = candidates.shape
+    log_probs = torch.empty((bs, depths, k, k), dtype=torch.float32, device=candidates.device)
+    ranks = torch.empty(log_probs.shape, dtype=torch.uint8, device=candidates.device)
+    if log_probs.numel():
+        _fill_table_kernel[(bs, depths)](
+            candidates.contiguous(),
+            logits.contiguous(),
+            log_sums.contiguous(),
+            parameters.temperatures,
+            parameters.top_ks,
+            keys,
+            bigram_tables,
+            is_chain,
+            seq_lens,
+            req_pool_indices,
+            log_probs,
+            ranks,
+            DEPTHS=depths,
+            K=k,
+            PADDED=triton.next_power_of_2(k),
+            num_warps=4 if k > 8 else 1,
+        )
+    return log_probs, ranks

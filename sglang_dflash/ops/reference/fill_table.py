@@ -1,0 +1,83 @@
+"""Conditional log probabilities of drafts, in torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sglang_dflash.ops.bigrams import LOG_WEIGHT, locate
+from sglang_dflash.ops.noise import gumbel
+from sglang_dflash.types import DrawParameters
+
+# Mean of Gumbel noise: what the tokens that are no candidates are expected to gain by theirs.
+EULER = 0.5772157
+
+
+def fill_table(
+    candidates: torch.Tensor,
+    logits: torch.Tensor,
+    log_sums: torch.Tensor,
+    parameters: DrawParameters,
+    keys: torch.Tensor,
+    bigram_tables: torch.Tensor,
+    is_chain: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how probable each candidate is after each candidate of the position before, the most probable first.
+
+    A drafter's rows are independent of each other: row d gives the same scores after any draft. Two things are added.
+
+    1. A sampled request's scores are its logits divided by the temperature, plus the noise that its target's draw adds
+       to the same tokens (:mod:`sglang_dflash.ops.noise`). Its probabilities are those among the candidates. At
+       temperature 1 the tokens that are no candidates count as one more, with the noise that is expected of it.
+    2. Candidates that the request's text has right after the draft before count `exp(LOG_WEIGHT)` times as much. The
+       drafter knows the bonus token, so the first position has none of that.
+
+    Requests of SGLang's sampler (`is_chain`) get the drafter's probabilities, without either.
+    A score that is NaN becomes -inf. Of equal scores the earlier candidate comes first.
+
+    Args:
+        candidates: [bs, D, K] int64. Draft tokens of position d, the most probable first.
+        logits: [bs, D, K] float32. Their logits.
+        log_sums: [bs, D] float32. `logits - log_sums` are log probabilities.
+        parameters: of the bs requests. Temperatures and top_ks are read.
+        keys: [bs] int64. Keys of the requests' noise.
+        bigram_tables: [slots, TABLE_SIZE] int16; see :mod:`sglang_dflash.ops.bigrams`.
+        is_chain: [bs] int64. 1 for requests of SGLang's sampler.
+        seq_lens: [bs] int64. Position of the bonus token.
+        req_pool_indices: [bs] int64.
+
+    Returns:
+        log_probs: [bs, D, K, K] float32. Entry [i, d, a] belongs to candidate a of position d - 1, and descends.
+            At d = 0 all rows are the same.
+        ranks: [bs, D, K, K] uint8. Which candidate each of them is.
+    """
+    bs, depths, k = candidates.shape
+    plain = logits - log_sums[:, :, None]
+    scores, rest = plain, torch.full_like(log_sums, -torch.inf)
+    is_sampled = ((parameters.top_ks > 1) & (is_chain == 0))[:, None]
+    temperatures = parameters.temperatures[:, None]
+    positions = seq_lens[:, None] + torch.arange(depths, device=seq_lens.device)
+    noise = gumbel(keys[:, None, None], positions[:, :, None], candidates)
+    scores = torch.where(is_sampled[:, :, None], plain / temperatures[:, :, None] + noise, plain)
+    outside = (1 - plain.exp().sum(dim=-1)).clamp(min=0).log() + EULER
+    rest = torch.where(is_sampled & (temperatures == 1), outside, -torch.inf)
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    rest = torch.where(rest.isnan(), -torch.inf, rest)
+
+    after = scores[:, :, None, :].expand(bs, depths, k, k)
+    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    is_seen = torch.zeros(after.shape, dtype=torch.bool, device=after.device)
+    is_seen[:, 1:] = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
+    is_seen &= (is_chain == 0)[:, None, None, None]
+    # A greedy request's other tokens keep the mass that the drafter gives them.
+    mass = torch.where(is_seen, plain[:, :, None, :].exp(), 0.0).sum(dim=-1)
+    after = after + torch.where(is_seen, LOG_WEIGHT, 0.0)
+    greedy_sum = (1 + math.expm1(LOG_WEIGHT) * mass).log()
+    sampled_sum = torch.cat((after, rest[:, :, None, None].expand(bs, depths, k, 1)), dim=-1).logsumexp(dim=-1)
+    after = after - torch.where(is_sampled[:, :, None], sampled_sum, greedy_sum)[..., None]
+    after = torch.where(after.isnan(), -torch.inf, after)
+    log_probs, ranks = after.sort(dim=-1, descending=True, stable=True)
+    return log_probs, ranks.to(torch.uint8)
