@@ -14,15 +14,14 @@ from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ARCHITECTURE
 from sglang_dflash.engine import hidden_states
-from sglang_dflash.hooks import Hook
+from sglang_dflash.hooks import CREATE_WORKER, Hook
 from sglang_dflash.memory import limits, pool_sizing
-from sglang_dflash.plugin import CREATE_WORKER
 from sglang_dflash.recurrent import pool as recurrent_pool
 from sglang_dflash.recurrent import prefix_cache
 from sglang_dflash.recurrent import verify as recurrent_verify
 from sglang_dflash.requests import admin, answer_tokens, failing, finishing, stop_regex, update_weights, validate
 from sglang_dflash.server_args import arguments
-from sglang_dflash.verify import logits, sampler
+from sglang_dflash.verify import failures, logits, sampler
 from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -84,6 +83,13 @@ HOOKS = [
         function=arguments.resolve_speculative_arguments,
         why="a drafter path that does not exist fails inside transformers, and the error does not name the flag",
         until="SGLang checks --speculative-draft-model-path itself",
+    ),
+    Hook(
+        target="sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
+        kind=HookType.AFTER,
+        function=validate.check_preferred_params,
+        why="SGLang adds --preferred-sampling-params to requests that have been checked",
+        until="SGLang checks the sampling parameters of a request after it has added these",
     ),
     Hook(
         target="sglang.srt.arg_groups.speculative_hook._handle_dflash",
@@ -340,7 +346,7 @@ HOOKS = [
     Hook(
         target="sglang.srt.layers.sampler.Sampler._preprocess_logits",
         kind=HookType.AROUND,
-        function=failing.preprocess_logits,
+        function=failures.preprocess_logits,
         why="logits without a token to choose, or a custom logit processor that raises, end the server",
         until="SGLang ends only the request concerned, with an error",
     ),

@@ -16,6 +16,10 @@ from sglang.srt.utils.common import is_cpu, is_cuda
 
 from sglang_dflash import cpu_support, ledger
 
+# Hooked in any case: to serve DFLASH, or to refuse it.
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+RESOLVE_ARGUMENTS = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -64,7 +68,8 @@ def verify() -> None:
             "with `pip install --no-deps ./cpu` in a clone of sglang-dflash, and name it in SGLANG_PLUGINS if that is "
             "set. If it is installed, SGLang's log says why it failed."
         )
-    missing = [hook.target for hook in _registered if not _is_bound(hook)]
+    # Several hooks may have one target.
+    missing = dict.fromkeys(hook.target for hook in _registered if not _is_bound(hook))
     if missing:
         raise HookError(
             "sglang-dflash could not hook into SGLang at: " + ", ".join(missing) + ". Set SGLANG_PLUGINS=none to "

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from sglang_dflash.checkpoint import formats
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
 from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
+from sglang_dflash.errors import ConfigError
 
 
 @dataclass(frozen=True)

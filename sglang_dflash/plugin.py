@@ -12,10 +12,9 @@ from collections.abc import Callable
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash import hooks, ledger
+from sglang_dflash.hooks import CREATE_WORKER, RESOLVE_ARGUMENTS
 from sglang_dflash.version import __version__
 
-CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-RESOLVE_ARGUMENTS = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
 # Functions that are checked and have no other hook of this package.
 GUARDED = (
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.handle_server_args",

@@ -26,7 +26,7 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash import ops
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import KVSplit
 
 # `PrefillPlanInfo::ToVector` in flashinfer/attention/scheduler.cuh.

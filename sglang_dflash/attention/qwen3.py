@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash import ops
-from sglang_dflash.engine.relay import DFlashVerifyInput
+from sglang_dflash.attention.verify_input import DFlashVerifyInput
 from sglang_dflash.ops import small_m_linear
 
 logger = logging.getLogger(__name__)

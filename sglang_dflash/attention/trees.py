@@ -21,7 +21,7 @@ from sglang.srt.runtime_context import get_spec
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import KeyChunks, KVRows
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from sglang_dflash.errors import ConfigError
+
 ARCHITECTURE = "DFlashDraftModel"
 # `speculators_model_type` of a checkpoint in the speculators format.
 SPECULATORS = "dflash"
@@ -29,10 +31,6 @@ HYBRID_ARCHITECTURES = (
 # Attention backends whose windows limit the keys on both sides of a query. The windows of others limit its left side,
 # and only causality limits its right side.
 TWO_SIDED_BACKENDS = ("fa3", "torch_native", "triton")
-
-
-class ConfigError(ValueError):
-    """A flag, config field or tensor that a user can correct; the message names it and its value."""
 
 
 @dataclass(frozen=True)

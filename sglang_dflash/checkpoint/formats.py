@@ -17,7 +17,8 @@ import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
-from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, ConfigError, is_positive_number
+from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, is_positive_number
+from sglang_dflash.errors import ConfigError
 
 # Related drafters that are not served, and the words in their configs that identify them.
 _OTHER_DRAFTERS = {

@@ -16,7 +16,8 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.errors import ConfigError
 
 Shape = tuple[int, ...]
 

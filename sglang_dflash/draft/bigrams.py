@@ -1,4 +1,4 @@
-"""What the texts of running requests say about which token follows which, for trees of drafts."""
+"""Bigram tables of running requests: which token follows which in their texts, for trees of drafts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sglang.srt.utils.common import async_h2d, async_h2d_stack
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 
 class Bigrams:
-    """The pairs of tokens that each running request has in its text; see :mod:`sglang_dflash.ops.bigrams`.
+    """Pairs of consecutive tokens in the text of each running request; see :mod:`sglang_dflash.ops.bigrams`.
 
-    They are kept on the device, up to what the last cycle committed, which the host has not seen yet. All tensor-
-    parallel ranks have the same.
+    They are kept on the device and include what the last cycle committed, which the host has not seen yet. All
+    tensor-parallel ranks have the same tables.
 
     Attributes:
         tables: [request slots, TABLE_SIZE] int16. CUDA graphs hold its address.
@@ -34,13 +34,13 @@ class Bigrams:
         return self.tables.nbytes
 
     def begin(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> None:
-        """Behind a prefill: begin with the prompts, what was generated before a retraction, and the next token.
+        """Begin tables after a prefill: the prompt, what was generated before a retraction, and the next token.
 
-        Requests that decode in a mixed batch, its last ones, have tables that go further than the scheduler has seen.
+        Requests that decode in a mixed batch, its last ones, keep their tables, which are ahead of the scheduler.
 
         Args:
-            next_token_ids: [bs], the token that each writes; of a prompt that goes on it means nothing, and is
-                forgotten with the next part.
+            next_token_ids: [bs]. Of a prompt that is not prefilled to its end it means nothing. The next chunk begins
+                anew.
         """
         num_decoding = len(batch.decoding_reqs or [])
         num_prefills = len(batch.reqs) - num_decoding
@@ -59,24 +59,24 @@ class Bigrams:
     def add(
         self, rows: torch.Tensor, bonus_tokens: torch.Tensor, accepted: Acceptance, is_chain: torch.Tensor | None = None
     ) -> None:
-        """Behind a cycle: go on with what requests have accepted.
+        """Add the tokens that requests have accepted in a cycle.
 
         Args:
-            rows: [n] int64, the requests' rows of `req_to_token`.
-            bonus_tokens: [n] int64, what their blocks began with; may be strided.
+            rows: [n] int64. Rows of `req_to_token`.
+            bonus_tokens: [n] int64. First tokens of their blocks. May be strided.
             accepted: of the same requests.
-            is_chain: [n] int64, 1 for requests that are left out; None: none is.
+            is_chain: [n] int64. 1 for requests that are left out. None: all are added.
         """
         is_chain = torch.zeros_like(rows) if is_chain is None else is_chain
         ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_chain)
 
 
 def _texts(reqs: list[Req]) -> np.ndarray:
-    """[bs, 1 + L] int32, of each text how many tokens, and them: the last ones, whose pairs a table has room for."""
+    """Return [bs, 1 + L] int32: the length of each text, and its last tokens that a table has room for."""
     texts = [(req.origin_input_ids[-TABLE_SIZE:] + req.output_ids[-TABLE_SIZE:])[-TABLE_SIZE:] for req in reqs]
     rows = np.zeros((len(texts), 1 + max(map(len, texts))), dtype=np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[0] = len(text)
-        # Tokens of images are larger than any vocabulary: 32 bits of them are enough.
+        # Tokens of images are larger than any vocabulary. 32 bits of them are enough.
         row[1 : 1 + len(text)] = np.asarray(text, dtype=np.int64).astype(np.int32)
     return rows

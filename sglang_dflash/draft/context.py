@@ -11,8 +11,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch.nn import functional
 
 from sglang_dflash import ops
-from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.model import DFlashDraftModel
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import KVBuffers
 
 # Prompt tokens that are appended to the drafter's context at a time, which bounds the memory for a long prompt.

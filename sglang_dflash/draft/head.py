@@ -8,8 +8,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash.draft.model import DFlashDraftModel
 from sglang_dflash.draft.shortlist import Shortlist
-from sglang_dflash.verify.vocab_argmax import VocabArgmax
-from sglang_dflash.verify.vocab_top import VocabTop
+from sglang_dflash.vocab.argmax import VocabArgmax
+from sglang_dflash.vocab.top import VocabTop
 
 
 class DraftHead:

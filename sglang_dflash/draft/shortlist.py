@@ -19,7 +19,7 @@ from sglang.srt.utils import log_info_on_rank0
 from sglang_dflash import ops
 from sglang_dflash.ops import small_m_linear
 from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, quantize_rows
-from sglang_dflash.verify.vocab_shard import vocab_parts
+from sglang_dflash.vocab.shard import vocab_parts
 
 logger = logging.getLogger(__name__)
 

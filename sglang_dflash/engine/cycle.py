@@ -15,7 +15,6 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.speculative.spec_utils import GrammarTree
 from torch import nn
 
 from sglang_dflash import ops
@@ -25,11 +24,11 @@ from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.executor import CycleExecutor
 from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.engine.simulate import SimulatedAcceptance
-from sglang_dflash.engine.verification import Drafts, Verification, Verified
+from sglang_dflash.engine.verification import Drafts, Verification
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.types import Block
-from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.logits import VerifyLogits
+from sglang_dflash.verify.output import CycleOutput
 
 
 @dataclass(frozen=True)
@@ -48,44 +47,6 @@ class CycleInputs:
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
-
-
-@dataclass(frozen=True)
-class CycleOutput:
-    """Result of one cycle.
-
-    Attributes:
-        batch: the target's, N tokens of each request. For a request with a chain the first W are its block.
-        target_output: the target's logits, [bs * N, V] or a shard of V, and hidden states.
-        verified: what was accepted. The drafter's context has these tokens.
-        grammar_tree: the blocks on their way to the CPU; None: the batch has no grammars.
-        is_replay: a CUDA graph was replayed.
-    """
-
-    batch: ForwardBatch
-    target_output: LogitsProcessorOutput
-    verified: Verified
-    grammar_tree: GrammarTree | None
-    is_replay: bool = False
-
-    @property
-    def accepted(self) -> Acceptance:
-        return self.verified.accepted
-
-    @property
-    def block_tokens(self) -> torch.Tensor:
-        """[bs, W] int64. The bonus token and the drafts of each request that has a chain."""
-        return self.of_blocks(self.batch.input_ids)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """[bs, W] int64. Positions of `block_tokens`."""
-        return self.of_blocks(self.batch.positions)
-
-    def of_blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [bs, W, ...] of rows [bs * N, ...] or [bs * W, ...]."""
-        bs, draft_length = self.accepted.out_tokens.shape
-        return rows.unflatten(0, (bs, -1))[:, :draft_length]
 
 
 class DecodeCycle:

@@ -28,12 +28,12 @@ from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import block_plan, bound_index_buffer, parts
+from sglang_dflash.attention.verify_input import DFlashVerifyInput
 from sglang_dflash.engine.backends import build_backend
-from sglang_dflash.engine.cycle import CycleInputs, CycleOutput, DecodeCycle
+from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle
 from sglang_dflash.engine.executor import CapturingExecutor
-from sglang_dflash.engine.relay import DFlashVerifyInput
-from sglang_dflash.engine.verification import Verified
 from sglang_dflash.types import Block
+from sglang_dflash.verify.output import CycleOutput, Verified
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from sglang.srt.speculative.spec_utils import (
     sample_simulated_acc_len,
 )
 
-from sglang_dflash.checkpoint.config import ConfigError
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.errors import ConfigError
+from sglang_dflash.types import Acceptance
 
 # The token that stands for every output in the mode "fixed", as in SGLang's other speculative workers.
 _FIXED_TOKEN = 100

@@ -24,7 +24,6 @@ from sglang.srt.utils.common import log_info_on_rank0
 from sglang_dflash import cpu_support
 from sglang_dflash.attention.plan import chain_attention, prepare_chains
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
-from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
@@ -41,6 +40,7 @@ from sglang_dflash.engine.hidden_states import capture_last_hidden_states
 from sglang_dflash.engine.metrics import CycleMetrics, TreeCounts
 from sglang_dflash.engine.simulate import SimulatedAcceptance
 from sglang_dflash.engine.verification import ChainVerification, TreeVerification, Verification
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear

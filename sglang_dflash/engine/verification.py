@@ -27,14 +27,14 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.attention.trees import ChainAttentionBackend, TreeAttentionBackend
+from sglang_dflash.attention.verify_input import DFlashVerifyInput
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.engine.adaptive.acceptance import AcceptanceModel, ChainAcceptance, TreeAcceptance
 from sglang_dflash.engine.backends import build_backend, override_num_draft_tokens
-from sglang_dflash.engine.relay import DFlashVerifyInput
 from sglang_dflash.engine.simulate import SimulatedAcceptance
-from sglang_dflash.types import Block, Trees
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance, Block, Trees
+from sglang_dflash.verify.output import Verified
 
 logger = logging.getLogger(__name__)
 
@@ -54,32 +54,6 @@ class Drafts:
     block_tokens: torch.Tensor
     trees: Trees | None = None
     candidates: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Tokens that the target has accepted.
-
-    Attributes:
-        accepted: of each request.
-        hidden_states: [bs * W, F * H]. The target's captured hidden states, of the chain's or the accepted path's
-            tokens.
-        paths: [bs, W] int64. Nodes of the accepted paths; 0 to W - 1 for chains. Nodes after the accepted ones do not
-            matter. In the memory of a CUDA graph, until its next replay.
-        tree_counts: [N + K] int64, summed over all cycles with trees of N nodes: requests that accepted each node, then
-            accepted drafts that were the first, second, ... candidate of their position. None: nobody reads them.
-    """
-
-    accepted: Acceptance
-    hidden_states: torch.Tensor
-    paths: torch.Tensor
-    tree_counts: torch.Tensor | None = None
-
-    def take(self, bs: int) -> Verified:
-        """Return the first `bs` requests. `accepted` is a copy that the next replay cannot overwrite."""
-        draft_length = self.accepted.out_tokens.shape[1]
-        hidden_states = self.hidden_states[: bs * draft_length]
-        return Verified(self.accepted.take(bs), hidden_states, self.paths[:bs], self.tree_counts)
 
 
 class Verification(ABC):

@@ -37,16 +37,18 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.attention.plan import is_planned_from_bounds
+from sglang_dflash.attention.verify_input import DFlashVerifyInput
 from sglang_dflash.draft.runner import DraftModelWorker
 from sglang_dflash.engine.backends import override_num_draft_tokens
-from sglang_dflash.engine.cycle import CycleInputs, CycleOutput
+from sglang_dflash.engine.cycle import CycleInputs
 from sglang_dflash.engine.executor import EagerExecutor
 from sglang_dflash.engine.graphs import CycleGraphRunner
 from sglang_dflash.engine.hidden_states import prompt_hidden_states
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED
-from sglang_dflash.engine.relay import DFlashDraftInput, DFlashVerifyInput, host_kv_lens
+from sglang_dflash.engine.relay import DFlashDraftInput, host_kv_lens
 from sglang_dflash.engine.stages import BuiltCycle, LoadedModels, Pools, Serving, describe
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
+from sglang_dflash.verify.output import CycleOutput
 from sglang_dflash.version import __version__
 
 

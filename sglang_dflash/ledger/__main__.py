@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_dflash.ledger import CHANGED, MISSING, NEW, SAME, recorded, state
+from sglang_dflash.ledger.hooked import hooked
 from sglang_dflash.ledger.source import Source, SourceError
-from sglang_dflash.ledger.uses import Use, hooked, manifest
+from sglang_dflash.ledger.uses import Use, manifest
 from sglang_dflash.version import __version__
 
 _HEADER = '''"""Record of SGLang's source, written by `python -m sglang_dflash.ledger --write`. Do not edit it.

@@ -8,12 +8,8 @@ module that defines it.
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 from collections import defaultdict
 from dataclasses import dataclass
-
-from sglang_dflash.ledger.source import Source
 
 _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -153,8 +149,12 @@ USES = (
         (
             "sglang.srt.speculative.spec_info.SpecInput",
             "sglang.srt.speculative.spec_info.SpecInputType",
-            "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         ),
+    ),
+    Use(
+        "attention/verify_input.py",
+        "subclasses it for the drafts that the target verifies",
+        ("sglang.srt.speculative.dflash_info.DFlashVerifyInput",),
     ),
     Use(
         "engine/relay.py",
@@ -554,11 +554,17 @@ USES = (
         ("sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.num_generated_tokens",),
     ),
     Use(
-        "requests/failing.py",
-        "ends a failing request as these do",
+        "verify/failures.py",
+        "applies custom logit processors as these do",
         (
             "sglang.srt.layers.sampler.apply_custom_logit_processor",
             f"{_SAMPLING.rpartition('.')[0]}.ProcessorEntry",
+        ),
+    ),
+    Use(
+        "requests/failing.py",
+        "ends a failing request as these do",
+        (
             f"{_RESULT}.extra_keep_alive_refs",
             f"{_RESULTS}.process_batch_result_decode",
             f"{_REQ}.discard_output_reason",
@@ -773,24 +779,3 @@ def manifest(hooked: tuple[Use, ...]) -> dict[str, list[Use]]:
         for symbol in use.symbols:
             by_symbol[symbol].append(use)
     return dict(sorted(by_symbol.items()))
-
-
-def hooked() -> tuple[Use, ...]:
-    """Return the targets of all hooks, also those for other devices. Imports SGLang and `sglang_dflash_cpu`."""
-    from sglang_dflash.attention.fa3 import FA3_HOOKS
-    from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
-    from sglang_dflash.hook_table import HOOKS
-    from sglang_dflash_cpu.hooks import CPU_HOOKS
-
-    source, uses = Source.installed(), []
-    for hook in (*HOOKS, *FA3_HOOKS, *FLASHINFER_HOOKS, *CPU_HOOKS):
-        # Hooks into PyTorch are not in the ledger.
-        if hook.target.startswith("sglang."):
-            user = hook.function.__module__.removeprefix("sglang_dflash.").replace(".", "/")
-            symbol = hook.target
-            if source.fingerprint(symbol) is None:
-                # The hook's target imports the function from the module that defines it.
-                function = inspect.unwrap(pkgutil.resolve_name(symbol))
-                symbol = f"{function.__module__}.{function.__qualname__}"
-            uses.append(Use(f"{user}.py", f"hooked: {hook.why}", (symbol,)))
-    return tuple(uses)

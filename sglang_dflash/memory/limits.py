@@ -9,7 +9,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_schedule
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.arguments import serves_dflash
 
 

@@ -15,9 +15,9 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
 
 from sglang_dflash.attention.plan import INDEX_DTYPES
-from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.runner import draft_model_config
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.pair import load_drafter_config
 from sglang_dflash.verify import sampler
 

@@ -9,7 +9,8 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import MAX_NODES, ConfigError
+from sglang_dflash.checkpoint.config import MAX_NODES
+from sglang_dflash.errors import ConfigError
 
 # Fields of `ServerArgs` and the values that a recurrent target is served with: the dtype and layout of the states, and
 # the kernels that compute them. The flag is the field's name with dashes.

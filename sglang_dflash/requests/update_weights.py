@@ -32,9 +32,10 @@ from transformers import PretrainedConfig
 
 from sglang_dflash import cpu_support
 from sglang_dflash.checkpoint import formats
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig
+from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
 from sglang_dflash.draft import shortlist
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.inspect import read_drafter
 from sglang_dflash.requests.admin import AdminError, describe
 from sglang_dflash.server_args.arguments import is_dflash, serves_dflash

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import get_type_hints
 
 import msgspec
 import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
@@ -16,10 +18,12 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.requests.failing import MAX_LOGIT
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.requests.stop_regex import check_stop_regex
 from sglang_dflash.server_args.arguments import is_dflash, serves_dflash
+from sglang_dflash.verify.failures import MAX_LOGIT
 
 # Every field of `SamplingParams` is in one of these four groups. These are acted on by SGLang's scheduler and
 # detokenizer, whoever decodes:
@@ -220,6 +224,25 @@ def check_sampling_params(params: object, vocab_size: int) -> None:
     patterns = params.get("stop_regex") or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         check_stop_regex(pattern)
+
+
+def check_preferred_params(result: None, server_args: ServerArgs) -> None:
+    """AFTER `speculative_hook.handle_speculative_decoding`: check `--preferred-sampling-params`.
+
+    SGLang adds them to requests that have been checked.
+
+    Raises:
+        ConfigError: DFLASH would refuse a request with them.
+    """
+    preferred = resolving_view(server_args).preferred_sampling_params
+    if not is_dflash(server_args) or not preferred:
+        return
+    try:
+        # SGLang parses it later.
+        params = json.loads(preferred) if isinstance(preferred, str) else preferred
+        check_sampling_params(params, model_config_of(server_args).vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"--preferred-sampling-params {preferred}: {error}") from error
 
 
 def _check_fields(name: str, fields: object, types: dict) -> None:

@@ -8,7 +8,7 @@ from sglang.srt.arg_groups.model_override_base import attention_backends_of, res
 from sglang.srt.runtime_context import get_platform
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

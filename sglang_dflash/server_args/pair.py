@@ -14,8 +14,9 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_context_lengt
 from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
+from sglang_dflash.errors import ConfigError
 
 
 def read_drafter(server_args: ServerArgs) -> PretrainedConfig:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import msgspec
-from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
 from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import MAX_CANDIDATES, ConfigError
+from sglang_dflash.checkpoint.config import MAX_CANDIDATES
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.backends import device_type
 from sglang_dflash.server_args.trees import asks_for_trees
 
@@ -127,22 +127,6 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
             "SGLANG_USE_HND_KVCACHE=1 is not supported with --speculative-algorithm DFLASH: it writes the KV of one "
             "token contiguously, heads included."
         )
-
-
-def check_preferred_params(server_args: ServerArgs) -> None:
-    """Check `--preferred-sampling-params`, which SGLang adds to requests after they have been checked."""
-    # Imported here: that module imports `arguments`, and `arguments` imports this one.
-    from sglang_dflash.requests.validate import check_sampling_params
-
-    preferred = resolving_view(server_args).preferred_sampling_params
-    if not preferred:
-        return
-    try:
-        # SGLang parses it later.
-        params = json.loads(preferred) if isinstance(preferred, str) else preferred
-        check_sampling_params(params, model_config_of(server_args).vocab_size)
-    except ValueError as error:
-        raise ConfigError(f"--preferred-sampling-params {preferred}: {error}") from error
 
 
 def check_eagle_shape(server_args: ServerArgs) -> None:

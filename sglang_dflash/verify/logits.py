@@ -24,7 +24,7 @@ from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
-from sglang_dflash.verify.vocab_argmax import VocabArgmax
+from sglang_dflash.vocab.argmax import VocabArgmax
 
 _targets: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
 _in_shards: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import ops
 from sglang_dflash.ops.token_penalties import penalties_of
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 
 def are_penalised(info: SamplingBatchInfo) -> bool:

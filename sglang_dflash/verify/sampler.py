@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -26,16 +26,14 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.common import async_h2d
 
-from sglang_dflash.requests import failing
-from sglang_dflash.requests.failing import Failures
 from sglang_dflash.types import DrawParameters
+from sglang_dflash.verify import failures as row_failures
 from sglang_dflash.verify import fast_path, prefill_draws
+from sglang_dflash.verify.failures import Failures
+from sglang_dflash.verify.output import CycleOutput
 from sglang_dflash.verify.penalties import Penalties, are_penalised, is_penalised
 from sglang_dflash.verify.prefill_draws import PrefillDraws
 from sglang_dflash.verify.request_keys import RequestKeys
-
-if TYPE_CHECKING:
-    from sglang_dflash.engine.cycle import CycleOutput, DecodeCycle
 
 # Log probabilities that the sampler returns in lists with an entry for each token of the batch.
 _LOGPROB_LISTS = (
@@ -120,6 +118,19 @@ class _Blocks:
         )
 
 
+class FallbackCycle(Protocol):
+    """What the sampler needs of the decode cycle."""
+
+    def accept_fallback(self, output: CycleOutput, index: torch.Tensor, target_tokens: torch.Tensor) -> None:
+        """Accept what agrees with the sampler's tokens, in place of what the cycle has accepted.
+
+        Args:
+            output: of the cycle. Its `accepted` is changed.
+            index: [n] int64, indices of these requests in the batch.
+            target_tokens: [n, W] int64, the sampler's token after every token of their blocks.
+        """
+
+
 class FallbackSampler:
     """Chooses tokens for the requests that need SGLang's sampler.
 
@@ -143,7 +154,7 @@ class FallbackSampler:
         self._sampler = target_runner.sampler
         self._tp_group, self._keys = tp_group, keys
         self._has_plain_rules = fast_path.draws_by_plain_rules(self._sampler)
-        self._checks = failing.watch(self._sampler)
+        self._checks = row_failures.watch(self._sampler)
         self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
     @property
@@ -208,7 +219,7 @@ class FallbackSampler:
         batch: ScheduleBatch,
         fallback: list[int],
         output: CycleOutput,
-        cycle: DecodeCycle,
+        cycle: FallbackCycle,
         grammar_barrier: Callable[[], None] | None,
     ) -> FallbackResult:
         """Choose the tokens of requests that need SGLang's sampler, and replace what the cycle accepted for them.
@@ -413,7 +424,7 @@ def _apply_custom_logit_processors(
         for j in range(block_logits.shape[1]):
             for req, tokens in drafts:
                 req.output_ids.extend(tokens[j - 1 : j])
-            for i, error in failing.apply_processors(block_logits[:, j], info).items():
+            for i, error in row_failures.apply_processors(block_logits[:, j], info).items():
                 errors.setdefault(i, (j, error))
     finally:
         for (req, _), output_len in zip(drafts, output_lens, strict=True):
@@ -456,7 +467,7 @@ def sample_by_row(
     draws = prefill_draws.take(sampler)
     if draws is not None:
         return draws.draw(tokens, probs, sampling_info, positions), capture
-    if not failing.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
+    if not row_failures.is_watched(sampler) or sampling_info.sampling_seed is None or simple_sampling_case:
         return tokens, capture
     is_unfiltered = (sampling_info.top_ks == TOP_K_ALL) & (sampling_info.top_ps == 1.0)
     unfiltered, _ = original(sampler, probs, sampling_info, positions, True)

@@ -17,7 +17,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 
 load_plugins()
 

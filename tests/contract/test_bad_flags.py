@@ -17,8 +17,8 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.engine import simulate
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.arguments import is_dflash
 from sglang_dflash.server_args.backends import DRAFT_BACKENDS, draft_attention_backend
 from sglang_dflash.server_args.refusals import (

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferIndicesUpdaterPrefill
 
 from sglang_dflash.attention.flashinfer_window import plan_blocks
-from sglang_dflash.engine.relay import DFlashVerifyInput
+from sglang_dflash.attention.verify_input import DFlashVerifyInput
 
 WINDOW_LEFT = 63
 BEGIN_FORWARD = signature(FlashInferIndicesUpdaterPrefill.call_begin_forward)

@@ -20,8 +20,9 @@ from sglang_dflash import hooks
 from sglang_dflash.attention.fa3 import FA3_HOOKS
 from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.hook_table import HOOKS
+from sglang_dflash.hooks import CREATE_WORKER, RESOLVE_ARGUMENTS
 from sglang_dflash.ledger import recorded
-from sglang_dflash.plugin import CREATE_WORKER, GUARDED, RESOLVE_ARGUMENTS
+from sglang_dflash.plugin import GUARDED
 from sglang_dflash_cpu.hooks import CPU_HOOKS
 
 load_plugins()

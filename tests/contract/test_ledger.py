@@ -26,8 +26,9 @@ import sglang_dflash
 import sglang_dflash_cpu
 from sglang_dflash.ledger import __main__ as command_line
 from sglang_dflash.ledger import recorded, state
+from sglang_dflash.ledger.hooked import hooked
 from sglang_dflash.ledger.source import Source
-from sglang_dflash.ledger.uses import USES, hooked, manifest
+from sglang_dflash.ledger.uses import USES, manifest
 
 load_plugins()
 

@@ -153,7 +153,7 @@ class Blocks:
     def batch(self):
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-        from sglang_dflash.engine.relay import DFlashVerifyInput
+        from sglang_dflash.attention.verify_input import DFlashVerifyInput
 
         device, lens = self.runner.device, torch.tensor(CONTEXT_LENS)
         positions = torch.cat([torch.arange(length, length + BLOCK_SIZE) for length in CONTEXT_LENS])

@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.ops.bigrams import TABLE_SIZE, locate, tables_of
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 WIDTH = 5
 DRAW = random.Random(0)

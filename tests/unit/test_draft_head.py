@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
-from sglang_dflash.verify.vocab_argmax import pack, unpack
+from sglang_dflash.vocab.argmax import pack, unpack
 
 NUM_ROWS = 24
 # (vocabulary, added tokens): one token, ranks without a token, a part that ends inside a shard, parts of any length.

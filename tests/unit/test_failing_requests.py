@@ -7,7 +7,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.requests.failing import Failures, fail_prefilled
+from sglang_dflash.requests.failing import fail_prefilled
+from sglang_dflash.verify.failures import Failures
 
 
 def test_a_prefill_that_was_thrown_away():

@@ -10,9 +10,10 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.checkpoint.config import ConfigError, DFlashConfig, LayerAttention, TargetFacts
+from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, TargetFacts
 from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
 from sglang_dflash.checkpoint.tensors import Tensor, draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.requests.update_weights import differences
 
 ZLAB = json.loads((DRAFTER_DIR / "config.json").read_text())

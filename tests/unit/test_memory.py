@@ -25,8 +25,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.windowed import WINDOW, write_windowed_pair
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.checkpoint.config import ConfigError
 from sglang_dflash.draft import shortlist
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory, logit_bytes
 from sglang_dflash.server_args.pair import load_drafter_config

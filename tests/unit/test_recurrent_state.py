@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_schedule
 from support import hybrid
 from test_memory import configurator, kv_dtype, served, server_args
 
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.recurrent.state import RecurrentState
 
 BUDGET = 64 << 20

@@ -37,9 +37,8 @@ from models.tiny import TARGET_DIR
 from sglang_dflash import ops
 from sglang_dflash.memory import pool_sizing
 from sglang_dflash.ops.bigrams import TABLE_SIZE
-from sglang_dflash.types import DrawParameters, Trees
+from sglang_dflash.types import Acceptance, DrawParameters, Trees
 from sglang_dflash.verify import fast_path, sampler
-from sglang_dflash.verify.acceptance import Acceptance
 from sglang_dflash.verify.fast_path import draw_parameters
 from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler, sampler_bytes

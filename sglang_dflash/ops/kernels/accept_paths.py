@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 # A warp reduces a vector of this size in one instruction, and a smaller one in several.
 _WARP = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 
 def accept_paths(

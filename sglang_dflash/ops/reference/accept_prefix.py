@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.verify.acceptance import Acceptance
+from sglang_dflash.types import Acceptance
 
 
 def accept_prefix(block_tokens: torch.Tensor, target_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:

@@ -7,7 +7,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash import ops
-from sglang_dflash.verify.vocab_shard import VocabShard
+from sglang_dflash.vocab.shard import VocabShard
 
 # Integer dtype of a float's width. Bits of non-negative floats, read as integers, have the order of the floats.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

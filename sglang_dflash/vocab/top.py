@@ -9,7 +9,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_dflash import ops
-from sglang_dflash.verify.vocab_shard import VocabShard
+from sglang_dflash.vocab.shard import VocabShard
 
 # Largest logits, [T, k] float32, descending. Their tokens, [T, k] int64. Log-sum-exp of all logits, [T] float32.
 Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
