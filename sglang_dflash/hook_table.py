@@ -141,9 +141,16 @@ HOOKS = [
         "._mamba_can_cache_finished_req",
         kind=HookType.AROUND,
         function=prefix_cache.can_cache_finished_request,
-        why="without overlap scheduling, a block that runs past the end of a grammar may overwrite the state that the "
-        "prefix cache keeps",
+        why="without overlap scheduling, a block that runs past the end of an answer or a grammar may overwrite the "
+        "state that the prefix cache keeps, or keep it from caching the answer",
         until="it compares the retained tokens with the accepted ones for every kind of kept state",
+    ),
+    Hook(
+        target=f"{_RESULTS}.process_batch_result_decode",
+        kind=HookType.AFTER,
+        function=prefix_cache.commit_after_result,
+        why="recurrent states must not go further than answers that end inside a block",
+        until="a worker is told of the requests that a result has ended",
     ),
     Hook(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",

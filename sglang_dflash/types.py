@@ -67,8 +67,7 @@ class Block:
         seq_lens: [P]. Committed tokens that have KV, which is the bonus token's position.
         parameters: sampling parameters of the target's tokens.
         keys: [P]. Keys of the noise of these draws; see :mod:`sglang_dflash.ops.noise`.
-        is_plain: [1]. 1: the fast path decides all requests, and recurrent states advance in the cycle. 0: a request
-            needs SGLang's sampler.
+        is_plain: [1]. 1: the cycle advances recurrent states. 0: they advance after it.
         is_chain: [P]. 1: the request's drafts are verified as a chain where others have trees. 0 otherwise.
     """
 

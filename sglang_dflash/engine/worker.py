@@ -166,19 +166,17 @@ class DFlashWorker(BaseSpecWorker):
         """Run one decode cycle: draft, verify, accept, append."""
         loaded, cycle, states = self._loaded, self._built.cycle, self._pools.states
         self._built.head.refresh()
-        seq_lens = batch.seq_lens
         # Requests whose tokens the cycle cannot choose, as indices in the batch.
         fallback = loaded.sampler.needs_fallback(batch)
-        slots = None
-        if fallback and states is not None:
-            # The scheduler may give them to other requests once the replay is done.
-            slots = states.copy_slots(batch.req_pool_indices)
-        output = self._run_cycle(batch, fallback, is_overlapped=on_publish is not None)
+        is_overlapped = on_publish is not None
+        # None: there are no recurrent states, or the cycle advances them itself.
+        commit = None if states is None else states.plan_commit(batch, bool(fallback), is_overlapped)
+        output = self._run_cycle(batch, fallback, commits=commit is None, is_overlapped=is_overlapped)
         accepted = output.accepted
         # SGLang's sampler decides these requests anew, from the same logits.
         resolved = loaded.sampler.resolve(batch, fallback, output, cycle, grammar_barrier)
-        if slots is not None:
-            states.commit_copied(slots, seq_lens, accepted.accept_lens, output.verified.paths)
+        if commit is not None:
+            commit.accept(accepted.accept_lens, output.verified.paths)
         if on_publish is not None:
             # The scheduler prepares the next cycle.
             on_publish(accepted.new_seq_lens)
@@ -200,14 +198,15 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             can_run_cuda_graph=output.is_replay,
-            extra_keep_alive_refs=resolved.failures,
+            extra_keep_alive_refs=[*(resolved.failures or ()), *([commit] if commit is not None else [])],
         )
 
-    def _run_cycle(self, batch: ScheduleBatch, fallback: list[int], is_overlapped: bool) -> CycleOutput:
+    def _run_cycle(self, batch: ScheduleBatch, fallback: list[int], commits: bool, is_overlapped: bool) -> CycleOutput:
         """Launch one cycle: a CUDA graph, or eagerly.
 
         Args:
             fallback: indices of the requests that need SGLang's sampler.
+            commits: the cycle advances recurrent states itself.
             is_overlapped: the host prepares the next cycle while this one runs.
         """
         cycle, controller, bs = self._built.cycle, self._serving.draft_length, batch.batch_size()
@@ -218,7 +217,7 @@ class DFlashWorker(BaseSpecWorker):
         in_shards = not fallback and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
         static = None if graphs is None else graphs.inputs(bs)
         inputs = cycle.allocate(bs, num_tokens) if static is None else static
-        self._fill_blocks(batch, inputs, fallback)
+        self._fill_blocks(batch, inputs, fallback, commits)
         forward_batch = self._verify_batch(batch, inputs, num_tokens)
         if static is not None and graphs.can_run_graph(forward_batch):
             controller.before_replay()
@@ -233,7 +232,7 @@ class DFlashWorker(BaseSpecWorker):
         with cycle.verification.attending_eagerly():
             return cycle.run(forward_batch, inputs.block, in_shards, executor)
 
-    def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, fallback: list[int]) -> None:
+    def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, fallback: list[int], commits: bool) -> None:
         """Write `[bonus, mask x (W - 1)]` of every request, and how its tokens are drawn, to `inputs.padded`."""
         ops.prepare_block(
             bonus_tokens=batch.spec_info.bonus_tokens,
@@ -243,7 +242,7 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=self._loaded.mask_token_id,
             parameters=self._loaded.sampler.draw_parameters(batch.sampling_info),
             request_keys=self._loaded.keys.table,
-            is_plain=not fallback,
+            is_plain=commits,
             is_chain=self._built.cycle.verification.chains(fallback, len(batch.reqs), self.device),
             block=inputs.padded,
         )

@@ -718,6 +718,11 @@ USES = (
     ),
     Use(
         "recurrent/prefix_cache.py",
+        "reads how many tokens of a finished request are kept, and how many of them a result has committed",
+        (f"{_REQ}.owned_kv_len", f"{_RESULTS}._resolve_spec_v2_tokens"),
+    ),
+    Use(
+        "recurrent/prefix_cache.py",
         "leaves them out of the batch of a cycle",
         tuple(f"{_SCHEDULE_BATCH}.mamba_track_{name}" for name in ("indices", "mask", "seqlens")),
     ),

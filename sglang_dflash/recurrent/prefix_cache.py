@@ -7,24 +7,53 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.recurrent.state import PendingCommit
+
 
 def can_cache_finished_request(
     original, processor: SchedulerBatchResultProcessor, req: Req, result: GenerationBatchResult, i: int
 ) -> bool:
-    """AROUND `SchedulerBatchResultProcessor._mamba_can_cache_finished_req`: refuse a state of the wrong length.
+    """AROUND `SchedulerBatchResultProcessor._mamba_can_cache_finished_req`: keep or refuse the state of an answer.
 
-    If a grammar ends inside a block, the tokens after its end are dropped on the CPU only. The GPU has advanced the
-    state by them. If they reach a multiple of the track interval, the GPU has also written the state there to a track
-    slot, which the scheduler does not know. A request with two track slots is safe: the scheduler looks in the other
-    one. A request with one may have lost the state that the scheduler looks for.
+    A block may go on after the end of an answer.
+
+    * Where the state at the end of an answer is kept, and its commit waits for the scheduler, the state is made to stop
+      where the answer does. Then it can be kept.
+    * Where states are kept at multiples of the track interval, SGLang looks for the right one. It does not know of the
+      tokens that a grammar drops on the CPU. The GPU has advanced the state by them, and if they reach a multiple, it
+      has written the state there to a track slot. A request with two track slots is safe: the scheduler looks in the
+      other one. A request with one may have lost the state that the scheduler looks for.
     """
-    track_slots, retained = req.kv.mamba_ping_pong_track_buffer, result.grammar_retained_tokens
+    retained = None if result.grammar_retained_tokens is None else result.grammar_retained_tokens[i]
+    pending = PendingCommit.of(result)
+    if pending is not None:
+        committed = _accepted(result, i) if retained is None else len(retained)
+        num_tokens = req.owned_kv_len() - (req.kv.kv_committed_len - committed)
+        # With --strip-thinking-cache only the prompt is kept, and the state is past it.
+        if num_tokens > 0:
+            pending.stop_at(i, num_tokens)
+            return True
+    track_slots = req.kv.mamba_ping_pong_track_buffer
     has_one = track_slots is not None and len(track_slots) == 1
-    if has_one and get_spec().speculative_algorithm == "DFLASH" and retained is not None and retained[i] is not None:
-        accepted = result.num_correct_drafts_per_req_cpu[i] + result.num_non_draft_tokens_per_req
-        if len(retained[i]) < accepted:
-            return False
+    is_dflash = get_spec().speculative_algorithm == "DFLASH"
+    if is_dflash and has_one and retained is not None and len(retained) < _accepted(result, i):
+        return False
     return original(processor, req, result, i)
+
+
+def _accepted(result: GenerationBatchResult, i: int) -> int:
+    """Return the accepted tokens of the i-th request's block, with the bonus token."""
+    return result.num_correct_drafts_per_req_cpu[i] + result.num_non_draft_tokens_per_req
+
+
+def commit_after_result(returned: None, processor, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+    """AFTER `SchedulerBatchResultProcessor.process_batch_result_decode`: run the commit that has waited for it.
+
+    Nothing has been written to a finished request's slot yet, whether the prefix cache has it or another request will.
+    """
+    pending = PendingCommit.of(result)
+    if pending is not None:
+        pending.run()
 
 
 def forget_prefill(batch: ScheduleBatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import mamba_track_grid
@@ -102,41 +105,45 @@ class RecurrentState:
             paths: [bs, W] int64. Nodes of the accepted paths; nodes after the accepted ones do not matter.
             is_due: [1] int64. If it holds 0, nothing is done.
         """
-        self._commit(self._slots, req_pool_indices, seq_lens, accept_lens, paths, is_due)
+        self.commit_to(self._slots, req_pool_indices, seq_lens, accept_lens, paths, is_due)
 
-    def copy_slots(self, req_pool_indices: torch.Tensor) -> StateSlots:
-        """Copy the slots of requests, [bs], before a cycle is launched, for `commit_copied`.
-
-        When a cycle's graph has been replayed, the scheduler may give a finished request's row of `req_to_token` to
-        another request, with other slots.
-        """
-        slots = self._slots
-        kept = None if slots.kept is None else slots.kept[req_pool_indices]
-        return StateSlots(slots.current[req_pool_indices], kept, slots.turn[req_pool_indices])
-
-    def commit_copied(
-        self, slots: StateSlots, seq_lens: torch.Tensor, accept_lens: torch.Tensor, paths: torch.Tensor
-    ) -> None:
-        """Advance states as `commit` does, after a cycle that has left it to the worker.
+    def plan_commit(self, batch: ScheduleBatch, has_fallback: bool, is_overlapped: bool) -> PendingCommit | None:
+        """Return the commit of a cycle that is about to be launched; None if the cycle commits by itself.
 
         Args:
-            slots: [bs], see `copy_slots`.
-            seq_lens: [bs] int64.
-            accept_lens: [bs] int64.
-            paths: [bs, W] int64.
+            batch: of the cycle.
+            has_fallback: whether SGLang's sampler chooses tokens after the cycle.
+            is_overlapped: whether the scheduler launches the next cycle before it reads this one's result.
         """
-        rows = torch.arange(len(seq_lens), device=seq_lens.device)
-        self._commit(slots, rows, seq_lens, accept_lens, paths, self._always)
+        waits = self._slots.kept is None and not is_overlapped
+        if not has_fallback and not waits:
+            return None
+        # When a graph has been replayed, the scheduler may give a finished request's row of `req_to_token` to another
+        # request, with other slots.
+        rows, slots = batch.req_pool_indices, self._slots
+        kept = None if slots.kept is None else slots.kept[rows]
+        copied = StateSlots(slots.current[rows], kept, slots.turn[rows])
+        return PendingCommit(self, copied, batch.seq_lens.clone(), waits)
 
-    def _commit(
+    def commit_to(
         self,
         slots: StateSlots,
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         accept_lens: torch.Tensor,
         paths: torch.Tensor,
-        is_due: torch.Tensor,
+        is_due: torch.Tensor | None = None,
     ) -> None:
+        """Advance states as `commit` does, with slots that are given.
+
+        Args:
+            slots: of requests.
+            rows: [bs] int64. Rows of `slots`.
+            seq_lens: [bs] int64.
+            accept_lens: [bs] int64.
+            paths: [bs, W] int64.
+            is_due: [1] int64. None: always.
+        """
         ops.commit_state(
             states=self._states,
             inputs=self._inputs,
@@ -145,6 +152,56 @@ class RecurrentState:
             seq_lens=seq_lens,
             accept_lens=accept_lens,
             interval=self._interval,
-            is_due=is_due,
             paths=paths,
+            is_due=self._always if is_due is None else is_due,
         )
+
+
+@dataclass
+class PendingCommit:
+    """Commit of one cycle, after the cycle.
+
+    It waits for the scheduler where the prefix cache keeps the state at the end of an answer, and no other. Such a
+    state must not go further than an answer that ends inside a block. The scheduler reads the result before it launches
+    the next cycle, which overwrites the inputs of this one's tokens.
+
+    Attributes:
+        states: of the target.
+        slots: [bs]. Copies of the requests' slots.
+        seq_lens: [bs] int64. Committed tokens before the block.
+        waits: whether the scheduler runs it (`prefix_cache.commit_after_result`).
+        accept_lens: [bs] int64. Tokens by which the states advance. None before `accept`.
+        paths: [bs, W] int64. Nodes of the accepted paths. None before `accept`.
+    """
+
+    states: RecurrentState
+    slots: StateSlots
+    seq_lens: torch.Tensor
+    waits: bool
+    accept_lens: torch.Tensor | None = None
+    paths: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, result: GenerationBatchResult) -> PendingCommit | None:
+        """Return the commit that a result of the worker waits with, if any."""
+        refs = result.extra_keep_alive_refs or ()
+        return next((ref for ref in refs if isinstance(ref, cls) and ref.waits), None)
+
+    def accept(self, accept_lens: torch.Tensor, paths: torch.Tensor) -> None:
+        """Take what is accepted, and commit it unless the commit waits.
+
+        Args:
+            accept_lens: [bs] int64.
+            paths: [bs, W] int64. It may be in memory that the next cycle overwrites.
+        """
+        self.accept_lens, self.paths = accept_lens.clone(), paths
+        if not self.waits:
+            self.run()
+
+    def stop_at(self, i: int, num_tokens: int) -> None:
+        """Advance the state of the i-th request by `num_tokens` of its block, which is not more than are accepted."""
+        self.accept_lens[i] = num_tokens
+
+    def run(self) -> None:
+        rows = torch.arange(len(self.seq_lens), device=self.seq_lens.device)
+        self.states.commit_to(self.slots, rows, self.seq_lens, self.accept_lens, self.paths)

@@ -300,6 +300,26 @@ def test_requests_that_end_inside_a_block(server, texts):
         assert_text(answer, text, end)
 
 
+def test_answers_that_end_inside_a_block_are_cached(server, texts):
+    """Where the state of an answer's end is kept, the next turn finds it, wherever in a block the answer ends."""
+    if keeps_states(server):
+        pytest.skip("states are kept at multiples of an interval")
+    text, start = texts[65], 65
+    ends = range(40, 40 + server.settings.block_size)
+    found = []
+    for i, end in enumerate(ends):
+        stop = {"stop_token_ids": [text[start + end - 1]], "ignore_eos": False}
+        answer = server.generate(**ask(text, start, end) | (stop if i % 2 else {}))
+        written = start + len(answer["output_ids"])
+        assert_text(answer, text, start)
+        again = server.generate(**ask(text, written + 1, 20))
+        assert_text(again, text, written + 1)
+        # The last token has no KV if no verified block had it.
+        found.append(again["meta_info"]["cached_tokens"] - written)
+        server.flush_cache()
+    assert set(found) <= {-1, 0}, found
+
+
 def test_grammars_that_end_inside_a_block(server, known):
     """Tokens that were accepted after the end, past a boundary, are in no state that is found again."""
     requests, texts = [], []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class KnownText:
         self.fault: str | None = None
         self.record: Path | None = None
         self.table: torch.Tensor | None = None
+        # Records the states of a cycle once they have advanced, to lengths, [bs].
+        self.after_commit: Callable[[torch.Tensor], None] | None = None
         # Slots of recurrent states, while the pool does not say them.
         self.slots: torch.Tensor | None = None
 
@@ -124,13 +127,13 @@ def register() -> None:
     from sglang_dflash.engine.adaptive.cost import MeasuredCost
     from sglang_dflash.engine.verification import ChainVerification, TreeVerification
     from sglang_dflash.engine.worker import DFlashWorker
-    from sglang_dflash.recurrent.state import RecurrentState
+    from sglang_dflash.recurrent.state import PendingCommit, RecurrentState
     from sglang_dflash.verify.sampler import FallbackSampler
 
     known = KnownText(Path(os.environ["KNOWN_TEXT"]))
     alloc_memory_pool, prefill, draft = DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft
-    add_cost, resolve = MeasuredCost._add, FallbackSampler.resolve
-    commit, step = RecurrentState._commit, DFlashWorker.forward_batch_generation
+    add_cost, resolve, run = MeasuredCost._add, FallbackSampler.resolve, PendingCommit.run
+    commit, step = RecurrentState.commit_to, DFlashWorker.forward_batch_generation
     draft_trees = TreeVerification.draft
 
     def allocate(worker, *args, **kwargs):
@@ -161,7 +164,13 @@ def register() -> None:
         known.plant(drafts.trees, batch, block)
         return drafts
 
-    def commit_or_not(states, slots, rows, seq_lens, accept_lens, paths, is_due):
+    def run_and_record(pending):
+        run(pending)
+        if known.after_commit is not None:
+            known.after_commit(pending.seq_lens + pending.accept_lens)
+            known.after_commit = None
+
+    def commit_or_not(states, slots, rows, seq_lens, accept_lens, paths, is_due=None):
         if known.fault == "paths":
             paths = torch.arange(paths.shape[1], device=paths.device).expand_as(paths)
         if known.fault == "track":
@@ -188,11 +197,19 @@ def register() -> None:
             known.slots = None
         if is_decode and known.record is not None:
             slots = worker.req_to_token_pool.get_mamba_indices(batch.req_pool_indices)
-            known.save(worker._pools.states._states, slots, batch.reqs, result.new_seq_lens, result.accept_lens)
+            states, reqs, accept_lens = worker._pools.states._states, list(batch.reqs), result.accept_lens
+
+            def record(lens: torch.Tensor) -> None:
+                known.save(states, slots, reqs, lens, accept_lens)
+
+            if PendingCommit.of(result) is None:
+                record(result.new_seq_lens)
+            else:
+                known.after_commit = record
         return result
 
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, ChainVerification.draft = allocate, begin, overwrite
     DFlashWorker.forward_batch_generation = recorded
     MeasuredCost._add, TreeVerification.draft = add_known_cost, overwrite_trees
-    RecurrentState._commit = commit_or_not
+    RecurrentState.commit_to, PendingCommit.run = commit_or_not, run_and_record
     FallbackSampler.resolve = resolve_late

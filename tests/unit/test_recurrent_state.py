@@ -120,10 +120,11 @@ def test_slots_that_are_given_away_after_a_cycle(pair):
     mapping[rows] = torch.tensor([3, 4], dtype=mapping.dtype)
     before = cache.temporal.clone()
 
-    slots = states.copy_slots(rows)
+    batch = SimpleNamespace(req_pool_indices=rows, seq_lens=torch.tensor([8, 9]))
+    commit = states.plan_commit(batch, has_fallback=True, is_overlapped=True)
     mapping[rows] = torch.tensor([5, 6], dtype=mapping.dtype)
     paths = torch.arange(16).expand(2, -1)
-    states.commit_copied(slots, seq_lens=torch.tensor([8, 9]), accept_lens=torch.tensor([2, 1]), paths=paths)
+    commit.accept(torch.tensor([2, 1]), paths)
 
     changed = (cache.temporal != before).flatten(2).any(dim=2).any(dim=0)
     assert changed.nonzero().flatten().tolist() == [3, 4]
