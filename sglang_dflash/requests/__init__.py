@@ -1,1 +1,1 @@
-"""Where the package plugs into SGLang: hooks, arguments, requests, pools and weights."""
+"""Requests of clients: checks, failures, ends of answers, administrative calls and weight updates."""

@@ -87,7 +87,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What SGLang's sampler needs of one cycle.
+    """Inputs and outputs of SGLang's sampler in one cycle.
 
     Attributes:
         output: of the target's forward. `next_token_logits` is [bs * rows, V], each request's block first. Receives the
@@ -119,7 +119,7 @@ class _Blocks:
 
 
 class FallbackCycle(Protocol):
-    """What the sampler needs of the decode cycle."""
+    """Part of the decode cycle that the sampler calls."""
 
     def accept_fallback(self, output: CycleOutput, index: torch.Tensor, target_tokens: torch.Tensor) -> None:
         """Accept what agrees with the sampler's tokens, in place of what the cycle has accepted.

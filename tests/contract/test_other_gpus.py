@@ -1,4 +1,4 @@
-"""What SGLang resolves on GPUs that this machine does not have: every default serves, and a flag that names a default
+"""SGLang's resolution on GPUs that this machine does not have: every default serves, and a flag that names a default
 changes nothing."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def _gumbel_kernel(keys, positions, tokens, out, N: tl.constexpr):
 
 
 def test_matches_reference(device):
-    """Of keys, positions and tokens near the ends of their ranges, and anywhere."""
+    """Keys, positions and tokens are near the ends of their ranges, and anywhere."""
     n = 1024
     keys = torch.randint(-(2**63), 2**63 - 1, (n,), device=device)
     keys[:3] = torch.tensor([0, -1, 2**63 - 1], device=device)
@@ -28,7 +28,7 @@ def test_matches_reference(device):
 
 
 def test_hash_is_murmur():
-    """Of the four words: MurmurHash3 (x86, 32 bits) of their 16 bytes in little-endian order, seed 0."""
+    """The hash is MurmurHash3 (x86, 32 bits) of the words' 16 bytes in little-endian order, seed 0."""
     rotate = lambda x, r: (x << r | x >> (32 - r)) & 0xFFFFFFFF  # noqa: E731
     key, position, token = 0x0123456789ABCDEF, 4711, 151935
     state = 0

@@ -13,7 +13,7 @@ ALL = 1 << 30
 
 
 def parameters_of(*requests: dict, device: str) -> DrawParameters:
-    """Of requests that give `temperature`, `top_k`, `top_p` and `min_p`, or the values that filter nothing."""
+    """Return parameters of requests. A parameter that a request does not name filters nothing."""
 
     def tensor(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([request.get(name, default) for request in requests], dtype=dtype, device=device)
@@ -46,7 +46,7 @@ def draw(implementation, logits: torch.Tensor, parameters: DrawParameters, first
     [(1, torch.float32), (7, torch.bfloat16), (2049, torch.float16), (4097, torch.float32), (50003, torch.bfloat16)],
 )
 def test_every_allowed_token_is_drawn_and_no_other(columns, dtype, restricted, implementation, device):
-    """Of a few likely tokens somewhere in the vocabulary, the filter takes the best three."""
+    """A filter keeps, of a few likely tokens somewhere in the vocabulary, the best three."""
     generator = torch.Generator().manual_seed(columns)
     values = 0.3 * torch.randn(columns, generator=generator)
     values[torch.randperm(columns, generator=generator)[:6]] += 12

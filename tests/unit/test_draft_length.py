@@ -169,7 +169,7 @@ def test_several_cycles_at_once():
 
 
 def test_long_contexts_make_rows_cheap():
-    """What a cycle takes whatever its width is spread over its tokens."""
+    """Time that a cycle takes at any draft length is spread over its tokens."""
     acceptance = ChainAcceptance(16)
     for _ in range(200):
         acceptance.learn(16, [next((n for n in range(15) if (i * 7 + n * 3) % 10 >= 8), 15) for i in range(10)])
@@ -360,8 +360,10 @@ def test_measured_cost():
 
 
 def test_measured_cost_of_a_busy_machine():
-    """Where each row costs as much as the first, the numbers of clients that come and go are not tried one by one, nor
-    blocks that cannot pay, and nearly all of the time goes into plain decoding."""
+    """If each token costs as much as the first, nearly all of the time goes into plain decoding.
+
+    Clients come and go. Their numbers are not tried one by one, and long drafts that cannot gain are not tried at all.
+    """
     draw = random.Random(1)
     batch_sizes = [draw.randint(17, 32) for _ in range(600)]
 
@@ -375,7 +377,7 @@ def test_measured_cost_of_a_busy_machine():
 
 
 def test_clients_that_leave_one_by_one():
-    """Whether drafts pay changes with the batch; sizes between those that were tried need no try."""
+    """The best draft length changes with the batch; sizes between those that were tried need no try."""
 
     def true(bs: int, width: int) -> float:
         return 10 + bs * (0.5 if width == 1 else 0.5 * width + 0.5)

@@ -106,7 +106,7 @@ def test_a_target_without_recurrent_layers():
 
 
 def test_slots_that_are_given_away_after_a_cycle(pair):
-    """What SGLang's sampler decides after the graph is written to the slots that the requests had before."""
+    """A decision of SGLang's sampler after the graph is written to the slots that the requests had before."""
     args = server_args(*pair, max_running_requests=2, max_mamba_cache_size=30)
     args.resolve_once()
     pools, _ = allocate(args, pair[0], num_requests=2)

@@ -36,7 +36,7 @@ def gates(a_log, a, dt_bias, b):
 
 @triton.jit
 def inverse_length(squares):
-    """What queries or keys are multiplied by to have length 1; squares: sums of their numbers' squares."""
+    """Return the factors that give queries or keys length 1; squares: sums of their squared elements."""
     return 1.0 / tl.sqrt(squares + 1e-6)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 def gates(
     a_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decay and strength of every update.
+    """Return the decay and the strength of every update.
 
     Args:
         a_log: [HV], logarithm of the decay's rate.
@@ -33,24 +33,24 @@ def gates(
 
 
 def lengths(x: torch.Tensor) -> torch.Tensor:
-    """Of queries or keys, as they are divided by: [..., H, K] to [..., H] float32."""
+    """Return the lengths of queries or keys, which divide them: [..., H, K] to [..., H] float32."""
     return (x.float().square().sum(-1) + 1e-6).sqrt()
 
 
 def normalize(x: torch.Tensor, num_value_heads: int) -> torch.Tensor:
-    """Queries or keys of length 1, in float32, one for each value head: [..., H, K] to [..., HV, K]."""
+    """Return queries or keys of length 1 in float32, one for each value head: [..., H, K] to [..., HV, K]."""
     return for_value_heads(x.float() / lengths(x)[..., None], num_value_heads, dim=-2)
 
 
 def for_value_heads(x: torch.Tensor, num_value_heads: int, dim: int) -> torch.Tensor:
-    """What key heads have, for the value heads of each; dim: that of the heads."""
+    """Repeat the values of key heads for the value heads of each; dim: that of the heads."""
     return x.repeat_interleave(num_value_heads // x.shape[dim], dim=dim)
 
 
 def change(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """What a token puts into the state at its key, [..., HV, V] float32.
+    """Return what a token adds to the state at its key, [..., HV, V] float32.
 
     Args:
         state: [..., HV, V, K] float32, before the token.
@@ -64,17 +64,17 @@ def change(
 
 
 def put(state: torch.Tensor, key: torch.Tensor, changed: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """The state after one more token, [..., HV, V, K]; changed: of :func:`change`, the others as there."""
+    """Return the state after one more token, [..., HV, V, K]; changed: of :func:`change`, the others as there."""
     return state * log_decay.exp()[..., None, None] + changed[..., None] * key[..., None, :]
 
 
 def update(
     state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The state after one more token; arguments of :func:`change`."""
+    """Return the state after one more token; arguments of :func:`change`."""
     return put(state, key, change(state, key, value, log_decay, beta), log_decay)
 
 
 def read(state: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """What a query finds in a state, [..., HV, V]; query: [..., HV, K] float32, of :func:`normalize`."""
+    """Return what a query reads from a state, [..., HV, V]; query: [..., HV, K] float32, of :func:`normalize`."""
     return (state * query[..., None, :]).sum(-1) * query.shape[-1] ** -0.5
