@@ -152,7 +152,7 @@ LOST_AT_ONCE = {
     "nothing": [],
     "where arguments are resolved": [RESOLVE_ARGUMENTS],
     "where the worker is made": [CREATE_WORKER],
-    "all": [hook.target for hook in LOSABLE],
+    "all": sorted({hook.target for hook in LOSABLE}),
 }
 LOSE_IN_TURN = f"""
 # Imported here, as it takes seconds.
