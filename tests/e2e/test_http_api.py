@@ -65,6 +65,61 @@ def test_openai_routes(pair, path, body):
     assert streamed == content(dflash["choices"][0])
 
 
+def test_responses(pair):
+    """SGLang takes the served model's name only, and writes some tokens less than in a chat."""
+    body = {"model": str(TARGET_DIR), "input": QUESTION, "temperature": 0, "max_output_tokens": 64}
+
+    dflash, plain = pair.ask(lambda server: server.post("/v1/responses", body))
+
+    def content(response):
+        (message,) = response["output"]
+        return message["content"][0]["text"]
+
+    assert len(content(dflash)) > 60
+    assert content(dflash) == content(plain)
+    assert dflash["status"] == plain["status"]
+    assert dflash["usage"] == plain["usage"]
+    chat = pair.dflash.post("/v1/chat/completions", MESSAGES | {"model": "tiny", "temperature": 0, "max_tokens": 64})
+    assert chat["choices"][0]["message"]["content"].startswith(content(dflash))
+
+    streamed = "".join(
+        chunk["delta"]
+        for chunk in pair.dflash.post_stream("/v1/responses", body | {"stream": True})
+        if chunk["type"] == "response.output_text.delta"
+    )
+    assert streamed == content(dflash)
+    refused = pair.dflash.try_post("/v1/responses", body | {"model": "tiny"})
+    assert refused.status_code == 404
+    assert "'tiny' does not exist" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": QUESTION}), ("/v1/chat/completions", MESSAGES)]
+)
+def test_acceptance_in_openai_answers(pair, path, body):
+    """In the fields that docs/metrics.md names."""
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 64, "return_spec_tokens_details": True} | body
+
+    details = pair.dflash.post(path, body)["sglext"]["spec_tokens_details"]
+    several = pair.dflash.post(path, body | {"n": 2})["sglext"]["spec_tokens_details"]
+    streamed = [chunk for chunk in pair.dflash.post_stream(path, body | {"stream": True}) if chunk.get("sglext")]
+
+    assert 0 < details["spec_verify_ct"] < 63
+    assert details["spec_num_correct_drafts"] > 0
+    assert sum(details["spec_correct_drafts_histogram"]) == details["spec_verify_ct"]
+    assert several == [details] * 2
+    assert [chunk["sglext"]["spec_tokens_details"] for chunk in streamed] == [details]
+
+
+def test_meta_info_of_a_chat(pair):
+    body = MESSAGES | {"model": "tiny", "temperature": 0, "max_tokens": 64, "return_meta_info": True}
+
+    meta_info = pair.dflash.post("/v1/chat/completions", body)["choices"][0]["meta_info"]
+
+    assert 0 < meta_info["spec_verify_ct"] < 63
+    assert meta_info["spec_accept_length"] > 1
+
+
 def test_refused_requests_do_not_disturb_the_batch(pair, prompts):
     requests = [{"input_ids": prompt, "max_new_tokens": 100, "ignore_eos": True} for prompt in prompts[:6]]
     bad = {"text": QUESTION, "sampling_params": {"temperature": 0}, "return_routed_experts": True}
