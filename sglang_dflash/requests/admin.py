@@ -1,7 +1,7 @@
-"""Administration: a request that cannot be served gets an answer that says why, and the server lives on.
+"""Answer administrative requests that fail with an error, and keep the server running.
 
-SGLang's scheduler ends with the first exception that one of these requests raises, and some of their answers have no
-field for an error.
+SGLang's scheduler ends at the first exception that one of these requests raises. Some answers have no field for an
+error.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ logger = logging.getLogger(__name__)
 
 
 class AdminError(Exception):
-    """A request that is refused or has failed; the message is what its caller gets."""
+    """An administrative request is refused or has failed. The client gets the message."""
 
 
-# How each request is answered that has failed.
+# Answers to failed requests, by type of the request.
 _ANSWERS: dict[type, Callable] = {
     BeginWeightUpdateReqInput: partial(BeginWeightUpdateReqOutput, success=False),
     EndWeightUpdateReqInput: partial(EndWeightUpdateReqOutput, success=False),
@@ -78,7 +78,8 @@ _ANSWERS: dict[type, Callable] = {
     UpdateWeightsFromIPCReqInput: partial(UpdateWeightsFromIPCReqOutput, success=False),
     UpdateWeightsFromTensorReqInput: partial(UpdateWeightsFromTensorReqOutput, success=False),
 }
-# These answers have no field for a message, or HTTP does not show it: `rid`, else empty, brings it to `raise_errors`.
+# Answers without a field for a message, or whose message HTTP does not show. `rid`, which is else empty, carries the
+# message to `raise_errors`.
 _MUTE_ANSWERS: dict[type, Callable] = {
     ExpertDistributionReq: ExpertDistributionReqOutput,
     ProfileReq: partial(ProfileReqOutput, success=False, message=""),
@@ -86,7 +87,7 @@ _MUTE_ANSWERS: dict[type, Callable] = {
     ResumeMemoryOccupationReqInput: ResumeMemoryOccupationReqOutput,
     SetInternalStateReq: partial(SetInternalStateReqOutput, updated=False),
 }
-# What `/configure_logging` may be asked for, as the flags of the same names.
+# Valid values of `/configure_logging`, those of the flags with the same names.
 _LOGGING = {
     "log_requests_level": (0, 1, 2, 3),
     "log_requests_format": ("text", "json"),
@@ -95,7 +96,7 @@ _LOGGING = {
 
 
 def answer_errors(result, scheduler) -> None:
-    """AFTER `Scheduler.init_request_dispatcher`."""
+    """AFTER `Scheduler.init_request_dispatcher`: wrap the handlers of administrative requests."""
     if not scheduler.spec_algorithm.is_dflash():
         return
     handlers = scheduler._request_dispatcher._mapping
@@ -111,8 +112,8 @@ def _handle(handler: Callable, answer: Callable, field: str, recv_req: Any) -> A
     except AdminError as error:
         logger.error("%s: %s", name, error)
         message = str(error)
-    # Whatever it is: SGLang's handlers assert, look names up in dictionaries, and raise `Exception` itself. None of
-    # them is part of a step, so that the caller can be told and the log has the traceback.
+    # SGLang's handlers raise exceptions of every type. None of them runs within a step, so the client gets the message,
+    # and the log the traceback.
     except Exception as error:
         logger.exception("%s failed.", name)
         message = describe(error)
@@ -124,7 +125,7 @@ def describe(error: Exception) -> str:
 
 
 async def raise_errors(original, communicator: FanOutCommunicator, obj: Any) -> list:
-    """AROUND `FanOutCommunicator.queueing_call`: a 400 with the message that a mute answer carries."""
+    """AROUND `FanOutCommunicator.queueing_call`: raise a 400 with the message that such an answer carries."""
     results = await original(communicator, obj)
     if type(obj) in _MUTE_ANSWERS:
         for result in results:
@@ -134,22 +135,24 @@ async def raise_errors(original, communicator: FanOutCommunicator, obj: Any) -> 
 
 
 def configure_logging(original, manager: TokenizerManager, obj: ConfigureLoggingReq) -> None:
-    """AROUND `TokenizerManager.configure_logging`, which would fail when it has changed a part, as would every request
-    that is to be logged after."""
+    """AROUND `TokenizerManager.configure_logging`: check all values first.
+
+    SGLang would fail after it has changed some of them, and then fail to log every request.
+    """
     if is_dflash(manager.server_args):
         level = obj.log_level and obj.log_level.lower()
         asked = obj.log_requests_level, obj.log_requests_format, level
         for (field, known), value in zip(_LOGGING.items(), asked, strict=True):
             if value is not None and value not in known:
                 expected = ", ".join(map(str, known))
-                raise HTTPException(status_code=400, detail=f"{field}={value!r}: expected one of {expected}.")
+                raise HTTPException(status_code=400, detail=f"{field}={value!r} is invalid: give one of {expected}.")
     original(manager, obj)
 
 
 def set_internal_state(
     original, controller: SchedulerInternalStateController, recv_req: SetInternalStateReq
 ) -> SetInternalStateReqOutput:
-    """AROUND `SchedulerInternalStateController.set_internal_state`: what a flag may not set, a request may not."""
+    """AROUND `SchedulerInternalStateController.set_internal_state`: refuse what is refused as a flag too."""
     if controller.scheduler.spec_algorithm.is_dflash():
         for name in recv_req.server_args:
             if name in IGNORED:
@@ -158,10 +161,10 @@ def set_internal_state(
 
 
 def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
-    """AROUND `release_memory_occupation` and `resume_memory_occupation` of `SchedulerWeightUpdaterManager`:
-    torch_memory_saver ends a process that does either twice, and SGLang forgets the tags before one that fails.
+    """AROUND `release_memory_occupation` and `resume_memory_occupation` of `SchedulerWeightUpdaterManager`: check tags.
 
-    Resumed memory holds anything. Graphs read slots of row 0 for the requests that they are padded with.
+    torch_memory_saver ends a process that releases or resumes memory twice. If one tag fails, SGLang has forgotten the
+    tags before it. Resumed memory is not initialised, so `req_to_token` is zeroed: graphs read its row 0 for padding.
     """
     if not manager.scheduler.spec_algorithm.is_dflash():
         return original(manager, recv_req)
@@ -170,7 +173,7 @@ def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req
     for tag in recv_req.tags:
         if (tag in manager.offload_tags) == is_release:
             state = "is released already" if is_release else "is not released"
-            raise AdminError(f"tags has {tag!r}, whose memory {state}; released is {sorted(manager.offload_tags)}.")
+            raise AdminError(f"tags has {tag!r}, whose memory {state}. Released are {sorted(manager.offload_tags)}.")
     output = original(manager, recv_req)
     if not is_release and GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
         manager.scheduler.req_to_token_pool.req_to_token.zero_()
@@ -178,7 +181,7 @@ def check_memory_tags(original, manager: SchedulerWeightUpdaterManager, recv_req
 
 
 def profile(original, manager: SchedulerProfilerManager, recv_req: ProfileReq) -> ProfileReqOutput:
-    """AROUND `SchedulerProfilerManager._profile`: what fails later, in a step, would end the server."""
+    """AROUND `SchedulerProfilerManager._profile`: refuse a profile that would fail later, in a step."""
     if not serves_dflash():
         return original(manager, recv_req)
     if recv_req.req_type == ProfileReqType.START_PROFILE:
@@ -193,12 +196,12 @@ def _check_profile(recv_req: ProfileReq) -> None:
     activities = ["CPU", "GPU"] + ["MEM", "CUDA_PROFILER"] * torch.cuda.is_available()
     for activity in recv_req.activities or []:
         if activity not in activities:
-            raise AdminError(f"activities has {activity!r}, which is none of {', '.join(activities)}.")
+            raise AdminError(f"Unknown activity {activity!r}: give some of {', '.join(activities)}.")
     if recv_req.profile_by_stage and not recv_req.num_steps:
-        raise AdminError(f"num_steps={recv_req.num_steps}: profile_by_stage needs the number of steps of each stage.")
+        raise AdminError(f"num_steps={recv_req.num_steps} is invalid with profile_by_stage: give the steps per stage.")
     for name in ("profile_prefix", "profile_id"):
         if "/" in (getattr(recv_req, name) or ""):
-            raise AdminError(f"{name}={getattr(recv_req, name)!r} is a part of file names, which have no slash.")
+            raise AdminError(f"{name}={getattr(recv_req, name)!r} has a slash: give a part of a file name.")
     if recv_req.output_dir is not None:
         try:
             folder = Path(recv_req.output_dir).expanduser()

@@ -18,27 +18,27 @@ def _failures(result: GenerationBatchResult) -> Failures | None:
 
 
 def fail_prefilled(processor, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-    """BEFORE `SchedulerBatchResultProcessor.process_batch_result_prefill`, which drops the output of such a request."""
+    """BEFORE `SchedulerBatchResultProcessor.process_batch_result_prefill`: end requests that failed in a prefill."""
     if not batch.spec_algorithm.is_dflash():
         return
     failures = _failures(result)
     if failures is None:
         return
     for req, _, reason in failures.of_requests(batch.reqs):
-        # What the middle of a prompt would be followed by is not looked at. A retracted one is prefilled again, and
-        # would end for a reason that is no longer there.
+        # The token after a middle chunk of a prompt is not used. A retracted request is prefilled again, and must not
+        # end for the reason of this prefill.
         if req.inflight_middle_chunks <= 0 and not (req.finished() or req.is_retracted):
             req.discard_output_reason = reason
 
 
 def fail_decoded(tokens: list[list[int]], processor, result: GenerationBatchResult, batch: ScheduleBatch) -> None:
-    """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`, where a grammar has refused the harmless token."""
+    """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: end requests that failed in a cycle."""
     if not batch.spec_algorithm.is_dflash():
         return
     failures = _failures(result)
     if failures is None:
         return
     for req, num_tokens, reason in failures.of_requests(batch.reqs):
-        # A retracted one writes these tokens again.
+        # A retracted request decodes these tokens again.
         if not (req.finished() or req.is_retracted):
             finishing.fail(req, num_tokens, reason)

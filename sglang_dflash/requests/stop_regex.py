@@ -1,10 +1,10 @@
-"""Searches for `stop_regex` that cannot hold up the scheduler.
+"""Search for `stop_regex` in linear time, so that no pattern blocks the scheduler.
 
-SGLang searches the end of every answer in the scheduler's process, with `re`, which backtracks: a pattern like `(a+)+b`
-takes time exponential in the text, during which no request gets a token. Here `re` keeps the patterns that have few
-ways to match. The others are run as a nondeterministic automaton, which reads each character of an answer once, however
-many ways there are (Thompson, Regular Expression Search Algorithm, 1968). It asks `re` about single characters, so both
-mean the same by a pattern. What is no regular expression, and might take long, is refused.
+SGLang searches the end of every answer in the scheduler's process, with `re`, which backtracks. A pattern like `(a+)+b`
+takes time exponential in the text, during which no request gets a token. Here `re` searches for patterns with few ways
+to match only. Other patterns run as a nondeterministic automaton, which reads each character of an answer once
+(Thompson, Regular Expression Search Algorithm, 1968). It uses `re` for single characters, so the meaning of a pattern
+is the same. Patterns with back-references or look-around that may take long are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sglang.srt.sampling.sampling_params import MAX_STOP_REGEX_LEN
 
 from sglang_dflash.server_args.arguments import serves_dflash
 
-# Ways in which `re` may go through a pattern from one position, and states of an automaton: with either it takes
-# milliseconds at most.
+# Limits on the ways in which `re` may match a pattern from one position, and on the states of an automaton. A search
+# within either limit takes milliseconds at most.
 MAX_WAYS, MAX_STATES = 100, 1000
-# A pattern's `$` and `\\b` look at a character or two of what follows, which has to be there for good.
+# `$` and `\\b` of a pattern depend on up to two characters that follow, which must not change any more.
 _LOOKAHEAD = 2
 
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
@@ -33,9 +33,9 @@ _CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _cons
 
 
 def check_stop_regex(pattern: str) -> None:
-    """Raise ValueError for a pattern that is none, or that cannot be searched for in bounded time."""
+    """Raise ValueError if a pattern is invalid or cannot be searched for in linear time."""
     if len(pattern.encode("utf-8", "surrogatepass")) > MAX_STOP_REGEX_LEN:
-        raise ValueError(f"stop_regex={pattern[:20]!r}... is longer than {MAX_STOP_REGEX_LEN} bytes.")
+        raise ValueError(f"stop_regex={pattern[:20]!r}... is longer than {MAX_STOP_REGEX_LEN} bytes: shorten it.")
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -45,10 +45,10 @@ def check_stop_regex(pattern: str) -> None:
 
 @lru_cache(maxsize=1024)
 def automaton(pattern: str) -> Automaton | None:
-    """Of a pattern that is not left to `re`.
+    """Return the automaton of a pattern, or None if `re` searches for it.
 
     Raises:
-        ValueError: there is none: the pattern is too large, or is not a regular expression in the strict sense.
+        ValueError: the pattern needs an automaton that is too large, or has parts that no automaton can match.
     """
     tree = _parser.parse(pattern)
     if _ways(tree) <= MAX_WAYS:
@@ -59,14 +59,14 @@ def automaton(pattern: str) -> Automaton | None:
 
 
 def _ways(tree: _parser.SubPattern) -> int:
-    """In how many ways `re` may go through a pattern from one position, at most; capped at a little over `MAX_WAYS`."""
+    """Return an upper bound on the ways in which `re` may match from one position, capped at `MAX_WAYS + 1`."""
     ways = 1
     for kind, value in tree:
         inner = 1
         if kind in _REPEATS:
             least, most, body = value
             once = _ways(body)
-            # Each of the counts is another way, and each body of it.
+            # Each number of repetitions is another way, and each way to match the body in each of them.
             inner = sum(once**count for count in range(least, min(most, least + MAX_WAYS) + 1) if count < MAX_WAYS)
             if most is _constants.MAXREPEAT or most >= MAX_WAYS:
                 inner = MAX_WAYS + 1
@@ -86,12 +86,12 @@ def _ways(tree: _parser.SubPattern) -> int:
 
 @dataclass
 class _State:
-    """Where an automaton can be between two characters.
+    """State of an automaton.
 
     Attributes:
-        test: of the next character, or of the position itself; None for a state that only leads on.
-        takes: how many characters the test takes, 1 or 0.
-        next: states, by number.
+        test: pattern that the next character or the position must match; None for a state without a condition.
+        takes: number of characters that the test consumes, 1 or 0.
+        next: indices of the states that follow.
     """
 
     test: re.Pattern | None = None
@@ -110,13 +110,14 @@ class _Builder:
     def _add(self, state: _State) -> int:
         if len(self.states) == MAX_STATES:
             raise ValueError(
-                f"stop_regex={self._pattern!r} is too large: its repetitions written out have over {MAX_STATES} parts."
+                f"stop_regex={self._pattern!r} is too large: with its repetitions written out it has over {MAX_STATES} "
+                "parts. Use fewer or smaller repetitions."
             )
         self.states.append(state)
         return len(self.states) - 1
 
     def sequence(self, tree: _parser.SubPattern, flags: int, end: int) -> int:
-        """The state before a pattern that is followed by the state `end`."""
+        """Add the states of a pattern that is followed by state `end`; return its first state."""
         for node in reversed(list(tree)):
             end = self._node(node, flags, end)
         return end
@@ -151,20 +152,20 @@ class _Builder:
                 end = before
             return end
         raise ValueError(
-            f"stop_regex={self._pattern!r} may take long to search for: repetitions that are not bounded by small "
-            f"numbers do not go with {str(kind).lower()}."
+            f"stop_regex={self._pattern!r} may take too long to search for, as it combines {str(kind).lower()} with "
+            "large repetitions: use one of them only."
         )
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """Searches like `re.search`. State 0 is the end of a match."""
+    """Nondeterministic automaton that searches like `re.search`. State 0 is the end of a match."""
 
     states: list[_State]
     start: int
 
     def closure(self, states: set[int], text: str, position: int) -> set[int]:
-        """All states that can be reached at a position without a character."""
+        """Return all states that can be reached at a position without consuming a character."""
         found, todo = set(), list(states)
         while todo:
             number = todo.pop()
@@ -177,7 +178,7 @@ class Automaton:
         return found
 
     def step(self, states: set[int], text: str, position: int) -> set[int]:
-        """Past the character at a position; a match may begin at any."""
+        """Return the states after the character at a position. A match may begin at any position."""
         after, is_match = {self.start}, {}
         for number in states:
             state = self.states[number]
@@ -191,17 +192,17 @@ class Automaton:
 
 
 class Search:
-    """Of one pattern in an answer that grows, from where the last one left off."""
+    """Search for one pattern in a growing answer. Each call continues where the last one ended."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self._read, self._states = "", {automaton.start}
 
     def __call__(self, text: str) -> bool:
-        """Whether the pattern matches anywhere in the answer so far."""
+        """Return True if the pattern matches anywhere in the answer so far."""
         if not text.startswith(self._read):
             self._read, self._states = "", {self._automaton.start}
-        # The replacement character stands for a part of a character, whose rest may follow.
+        # A replacement character is an incomplete character, which later tokens may complete.
         states, keep_at = self._states, len(text.rstrip("\ufffd")) - _LOOKAHEAD
         for position in range(len(self._read), len(text) + 1):
             if position == keep_at:
@@ -214,12 +215,12 @@ class Search:
         return False
 
 
-# By pattern, of requests whose patterns are not left to `re`.
+# Searches by pattern, for requests with patterns that `re` does not search for.
 _searches: weakref.WeakKeyDictionary[Req, dict[str, Search]] = weakref.WeakKeyDictionary()
 
 
 def check_str_based_finish(original, req: Req, new_accepted_len: int = 1) -> bool:
-    """AROUND `Req._check_str_based_finish`: whether a stop string, or else a `stop_regex`, ends a request."""
+    """AROUND `Req._check_str_based_finish`: return True if a stop string or a `stop_regex` ends a request."""
     params = req.sampling_params
     patterns = params.stop_regex_strs
     if not patterns or not serves_dflash() or not any(map(automaton, patterns)):

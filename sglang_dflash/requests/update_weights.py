@@ -1,6 +1,6 @@
-"""Weight updates: a DFlash checkpoint updates the drafter, everything else the target.
+"""Weight updates: a DFlash checkpoint updates the drafter, everything else updates the target.
 
-SGLang would load the one checkpoint that a request names into both, and so it would tensors that arrive without one.
+SGLang would load the checkpoint or the tensors of a request into both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "Some tensors may have been loaded: the weights are mixed until an update of all of them succeeds."
 
-# How SGLang's messages begin where it has not loaded anything yet.
+# Beginnings of SGLang's messages for updates that fail before anything is loaded.
 _BEFORE_LOADING = (
     "Failed to get weights iterator",
     "Failed to get model loader",
@@ -57,17 +57,17 @@ _BEFORE_LOADING = (
 def update_weights_from_disk(
     original, manager: SchedulerWeightUpdaterManager, recv_req: UpdateWeightFromDiskReqInput
 ) -> UpdateWeightFromDiskReqOutput:
-    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
+    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_disk`: update target or drafter, by the checkpoint."""
     if not manager.scheduler.spec_algorithm.is_dflash():
         return original(manager, recv_req)
     if recv_req.recapture_cuda_graph:
         raise AdminError(
-            "recapture_cuda_graph=true is not supported with DFLASH; its graphs read the new weights as they are."
+            "recapture_cuda_graph=true is not supported with DFLASH: leave it out, as its graphs read the new weights."
         )
     check_load_format(recv_req.load_format.lower(), [load_format.value for load_format in LoadFormat])
     path = recv_req.model_path
     raw = _config_of(path)
-    # A hub may fail on one rank alone.
+    # Reading from a hub may fail on one rank only.
     if not any(_of_all_ranks(formats.is_dflash(raw))):
         _check_target(path, raw.get("architectures"), manager.tp_worker.model_runner.model_config)
         return original(_without_drafter(manager), recv_req)
@@ -75,8 +75,8 @@ def update_weights_from_disk(
     for problems in _of_all_ranks(receive_on_all_ranks(differences, path, serving)):
         if problems:
             reasons = "; ".join(problems).rstrip(".")
-            raise AdminError(f"drafter {path} cannot take the place of the one that serves: {reasons}.")
-    # It raises what keeps it from being updated.
+            raise AdminError(f"model_path={path} cannot replace the drafter that is served: {reasons}.")
+    # It raises AdminError if it fails.
     with manager._observe_weight_load("disk"):
         success, message = manager.draft_worker.update_drafter(path, recv_req.load_format)
     manager.record_weight_version_after_update(recv_req.weight_version)
@@ -87,20 +87,22 @@ def update_weights_from_disk(
 def update_weights_from_ipc(
     original, manager: SchedulerWeightUpdaterManager, recv_req: UpdateWeightsFromIPCReqInput
 ) -> UpdateWeightsFromIPCReqOutput:
-    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_ipc`, which has the target's weights."""
+    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_ipc`: update the target only."""
     if manager.scheduler.spec_algorithm.is_dflash():
         manager = _without_drafter(manager)
     return original(manager, recv_req)
 
 
 def update_weights_by_tensors(original, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
-    """AROUND `begin_weight_update`, `update_weights_from_tensor` and `update_weights_from_distributed` of
-    `SchedulerWeightUpdaterManager`: no tensor is of both models, so without a choice it is the target's."""
+    """AROUND three methods of `SchedulerWeightUpdaterManager`: update the target only.
+
+    They are `begin_weight_update`, `update_weights_from_tensor` and `update_weights_from_distributed`.
+    """
     if not manager.scheduler.spec_algorithm.is_dflash():
         return original(manager, recv_req)
     if recv_req.selector == "draft":
         raise AdminError(
-            "selector=draft is not supported with DFLASH: its drafter is updated by /update_weights_from_disk."
+            "selector=draft is not supported with DFLASH: update the drafter by /update_weights_from_disk."
         )
     if isinstance(recv_req, UpdateWeightsFromTensorReqInput) and recv_req.load_format is not None:
         loaders = manager.tp_worker.model_runner.weight_updater.custom_weight_loaders
@@ -110,7 +112,7 @@ def update_weights_by_tensors(original, manager: SchedulerWeightUpdaterManager, 
 
 
 def _without_drafter(manager: SchedulerWeightUpdaterManager) -> SchedulerWeightUpdaterManager:
-    # `dataclasses.replace` wants every field, and `resume_memory_occupation` deletes one.
+    # `dataclasses.replace` needs every field, but `resume_memory_occupation` deletes one.
     of_target = copy(manager)
     of_target.draft_worker = None
     return of_target
@@ -118,18 +120,20 @@ def _without_drafter(manager: SchedulerWeightUpdaterManager) -> SchedulerWeightU
 
 def check_load_format(load_format: str, known: list[str]) -> None:
     if load_format not in known:
-        raise AdminError(f"load_format={load_format!r} is none of {', '.join(known)}. {_NOTHING_LOADED}")
+        raise AdminError(f"Unknown load_format {load_format!r}: give one of {', '.join(known)}. {_NOTHING_LOADED}")
 
 
 def receive_on_all_ranks(original: Callable, *args, **kwargs) -> Any:
-    """AROUND `BaseTpWorker.deserialize_own_rank` and `WeightUpdater.receive_weights_from_distributed`: tensors that one
-    rank cannot read are loaded by none."""
+    """AROUND `BaseTpWorker.deserialize_own_rank` and `WeightUpdater.receive_weights_from_distributed`.
+
+    If one rank cannot read its tensors, no rank loads any.
+    """
     if not serves_dflash():
         return original(*args, **kwargs)
     tensors, problem = None, None
     try:
         tensors = original(*args, **kwargs)
-    # A pickle raises what it likes.
+    # Unpickling may raise anything.
     except Exception as error:
         logger.exception("The tensors of a weight update cannot be read.")
         problem = describe(error)
@@ -138,14 +142,16 @@ def receive_on_all_ranks(original: Callable, *args, **kwargs) -> Any:
 
 
 def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
-    """AROUND the methods of `WeightUpdater` that load weights: an update that fails on one rank has failed on all.
-    Ranks that part would go on with different caches, or wait for each other forever."""
+    """AROUND the methods of `WeightUpdater` that load weights: an update that fails on one rank fails on all.
+
+    Otherwise ranks would go on with different caches, or wait for each other forever.
+    """
     if not serves_dflash():
         return original(*args, **kwargs)
     try:
         success, message = original(*args, **kwargs)
         has_loaded = success or not message.startswith(_BEFORE_LOADING)
-    # What is wrong with names, shapes and files shows in the loaders of models, or in one that the request names.
+    # Loaders of models, or the one that the request names, raise anything for wrong names, shapes and files.
     except Exception as error:
         logger.exception("A weight update failed.")
         success, message, has_loaded = False, describe(error), True
@@ -157,8 +163,10 @@ def load_on_all_ranks(original: Callable, *args, **kwargs) -> tuple[bool, str]:
 def end_weight_update(
     original, manager: SchedulerWeightUpdaterManager, recv_req: EndWeightUpdateReqInput
 ) -> EndWeightUpdateReqOutput:
-    """AROUND `SchedulerWeightUpdaterManager.end_weight_update`: what another process has written into weights (RDMA)
-    came past every loader."""
+    """AROUND `SchedulerWeightUpdaterManager.end_weight_update`: drop copies of weights.
+
+    Another process may have written the weights (RDMA), past every loader.
+    """
     try:
         return original(manager, recv_req)
     finally:
@@ -183,32 +191,35 @@ def _agree(problem: str | None, has_loaded: bool) -> None:
 
 
 def _of_all_ranks(value: Any) -> list:
-    """What each tensor-parallel rank has here."""
+    """Return the values of all tensor-parallel ranks, in their order."""
     return get_parallel().tp_group.all_gather_object(value)
 
 
 def update_model_path_info(original, manager: TokenizerManager, model_path: str, load_format: str) -> None:
-    """AROUND `TokenizerManager._update_model_path_info`: a server is not named after its drafter."""
+    """AROUND `TokenizerManager._update_model_path_info`: keep the path of the target after an update of the drafter."""
     if not (is_dflash(manager.server_args) and formats.is_dflash(_config_of(model_path))):
         original(manager, model_path, load_format)
 
 
 def _check_target(path: str, names: list[str] | None, serving: ModelConfig) -> None:
-    """SGLang would load what has the names of the target's tensors, whatever it is; names: its architectures."""
+    """Raise AdminError unless a checkpoint with these architectures can be the target's.
+
+    SGLang would load any checkpoint whose tensors have the target's names.
+    """
     problem = None
-    # SGLang calls some targets otherwise than their checkpoints do.
+    # SGLang renames the architecture of some targets.
     known = [serving.hf_config.architectures, _config_of(serving.model_path).get("architectures")]
-    # What is no folder, SGLang finds, or says that it is not there.
+    # SGLang itself resolves a path that is no folder, or answers that it does not exist.
     if names not in known and (names is not None or Path(path).is_dir()):
         problem = (
-            f"{path} is a checkpoint neither of the drafter nor of the target: architectures={names} in its "
-            f"config.json, where {known[0]} is served"
+            f"model_path={path} is a checkpoint neither of the drafter nor of the target: its config.json has "
+            f"architectures={names}, and {known[0]} is served"
         )
     _agree(problem, has_loaded=False)
 
 
 def _config_of(path: str) -> dict[str, Any]:
-    """Empty where there is none: SGLang's own answer names the path."""
+    """Return the config of a checkpoint; empty if there is none, which SGLang's own answer reports."""
     try:
         return formats.read_config(path)
     except (OSError, ValueError):
@@ -222,14 +233,14 @@ def _served_config(path: str) -> PretrainedConfig:
 
 
 def differences(path: str, serving: DFlashConfig) -> list[str]:
-    """What keeps a checkpoint from taking the place of the drafter that serves: fields and tensors that differ."""
+    """Return the reasons why a checkpoint cannot replace the drafter: fields and tensors that differ."""
     try:
-        # What is wrong with it has a sentence here; SGLang's own way applies --json-model-override-args.
+        # This raises a readable error for a wrong config. SGLang's function applies --json-model-override-args.
         read_drafter(path)
         config = DFlashConfig.from_dict(_served_config(path).to_dict(), path)
         if config != replace(serving, path=path):
             return [
-                f"{field.name}={getattr(config, field.name)!r}, where {getattr(serving, field.name)!r} is served"
+                f"{field.name}={getattr(config, field.name)!r}, but {getattr(serving, field.name)!r} is served"
                 for field in fields(DFlashConfig)
                 if field.name != "path" and getattr(config, field.name) != getattr(serving, field.name)
             ]

@@ -1,4 +1,4 @@
-"""Requests that cannot be honoured: refused with a 400 that names the parameter, never silently ignored."""
+"""Refuse requests that cannot be served, with a 400 that names the field. No field is ignored silently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -25,8 +25,8 @@ from sglang_dflash.requests.stop_regex import check_stop_regex
 from sglang_dflash.server_args.arguments import is_dflash, serves_dflash
 from sglang_dflash.verify.failures import MAX_LOGIT
 
-# Every field of `SamplingParams` is in one of these four groups. These are acted on by SGLang's scheduler and
-# detokenizer, whoever decodes:
+# Every field of `SamplingParams` is in one of these four groups. SGLang's scheduler and detokenizer act on these, with
+# speculation and without:
 BY_SGLANG = (
     "max_new_tokens",
     "stop",
@@ -39,7 +39,7 @@ BY_SGLANG = (
     "no_stop_trim",
     "stream_interval",
 )
-# These decide which token follows, so they have to be honoured in every row of a block:
+# These decide which token comes next, so they must apply to every verified token:
 BY_SAMPLER = (
     "temperature",
     "top_k",
@@ -58,20 +58,20 @@ BY_SAMPLER = (
     "ebnf_full_assistant",
     "structural_tag",
 )
-# These ask for another way to decode:
+# These ask for another decoding method:
 REFUSED_PARAMS = ("beam_width", "watermark")
-# These are no request's to set:
+# SGLang sets these itself:
 INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
-# Fields of a request that ask for what DFLASH does not collect.
+# Fields of a request that ask for outputs that DFLASH does not collect.
 REFUSED_OUTPUTS = ("return_routed_experts", "return_indexer_topk", "return_sampling_mask")
-# Of scoring at some tokens of a prompt only; SGLang ignores them where there is speculation.
+# Fields that ask for scores of some tokens of a prompt. SGLang ignores them with speculation.
 REFUSED_POSITIONS = ("token_indices_to_pool", "multi_item_delimiter_indices")
 
-# SGLang makes every answer's state up front, so that an n of millions would end the server: a request may multiply its
-# prompts by `FREE_N`, and by more up to so many answers.
+# SGLang allocates the state of every answer when the request arrives, so that an n of millions would end the server. A
+# request may ask for `FREE_N` answers per prompt, and for more if all of its answers are at most `MAX_ANSWERS`.
 MAX_ANSWERS, FREE_N = 4096, 16
 
-# Fields of a request that may be a list with a value for each prompt.
+# Fields of a request that may be a list with one value per prompt.
 PER_PROMPT = (
     "rid",
     "sampling_params",
@@ -98,9 +98,9 @@ PER_PROMPT = (
 
 _TYPES = {name: hint for name, hint in get_type_hints(SamplingParams).items() if name not in INTERNAL}
 _SESSION_TYPES = get_type_hints(SessionParams)
-# SGLang keeps these in tensors of 32 and 64 bits.
+# Largest values of fields that SGLang keeps in 32-bit and 64-bit tensors.
 _LARGEST = {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1, "max_new_tokens": 2**63 - 1, "min_new_tokens": 2**63 - 1}
-# And divides by these, or compares with them, in float32.
+# SGLang divides by these, or compares with them, in float32.
 _POSITIVE = ("temperature", "top_p", "repetition_penalty")
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -108,40 +108,44 @@ _FLOAT32 = torch.finfo(torch.float32)
 def generate_request(
     original, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, *args, **kwargs
 ) -> AsyncIterator:
-    """AROUND `TokenizerManager.generate_request`, which answers with a 400 what raises a ValueError here."""
+    """AROUND `TokenizerManager.generate_request`: check a request. SGLang answers a ValueError with a 400."""
     if is_dflash(manager.server_args) and isinstance(obj, GenerateReqInput):
-        num_prompts, is_batch = check_prompts(obj, manager.model_config.hidden_size)
-        params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         vocab_size = manager.model_config.vocab_size
+        num_prompts, is_batch = check_prompts(obj, vocab_size, manager.model_config.hidden_size)
+        params = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         watermarks = obj.watermark if isinstance(obj.watermark, list) else [obj.watermark]
         for each in [*params, *({"watermark": watermark} for watermark in watermarks)]:
             check_sampling_params(each, vocab_size)
         if obj.contains_mm_input() and mambaish_config(manager.model_config) is not None:
-            raise ValueError("image, video and audio are not supported with DFLASH and a target with recurrent layers.")
+            raise ValueError("image, video and audio are not supported with DFLASH for a target with recurrent layers.")
         _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
         _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
         _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
         n = max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
-            raise ValueError(f"n={n}: this request asks for {num_prompts * n} answers; the most is {MAX_ANSWERS}.")
+            raise ValueError(
+                f"n={n} asks for {num_prompts * n} answers: a request may have at most {MAX_ANSWERS} answers."
+            )
         for name in REFUSED_POSITIONS:
             if getattr(obj, name) is not None:
                 raise ValueError(
-                    f"{name} is not supported with DFLASH, where scores are of all tokens of a prompt, not of some "
-                    "(score_extraction_token of /v1/score)."
+                    f"{name} is not supported with DFLASH: leave it out (of /v1/score, score_extraction_token) to get "
+                    "the scores of all tokens of a prompt."
                 )
         check_lists(obj, num_prompts, is_batch or n > 1)
         check_objects(obj)
+        if get_observability().enable_metrics:
+            check_custom_labels(obj.custom_labels or {})
     return original(manager, obj, *args, **kwargs)
 
 
-def check_prompts(obj: GenerateReqInput, hidden_size: int) -> tuple[int, bool]:
-    """The number of prompts of a request that SGLang has not looked at yet, and whether it is a list of them.
+def check_prompts(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[int, bool]:
+    """Return the number of prompts of a request, and True if they are a list.
 
     Raises:
-        ValueError: for an empty list, or embeddings that the model does not have.
+        ValueError: for an empty list, and for tokens or embeddings that the model does not have.
     """
-    # Lists that one prompt is made of: text, token ids, embeddings of tokens.
+    # How many lists are nested in one prompt: none in text, one in token ids, two in embeddings.
     found = None
     for name, depth in (("text", 0), ("input_ids", 1), ("input_embeds", 2)):
         prompts = getattr(obj, name)
@@ -151,29 +155,48 @@ def check_prompts(obj: GenerateReqInput, hidden_size: int) -> tuple[int, bool]:
         for _ in range(depth):
             inner = inner[0] if isinstance(inner, list) and inner else None
         is_batch = isinstance(inner, list)
-        # Without tokens a prompt may still have those of its session.
+        # An empty prompt of token ids may continue a session.
         if isinstance(prompts, list) and not prompts and name != "input_ids":
-            raise ValueError(f"{name} is an empty list.")
-        if name == "input_embeds":
-            for prompt in prompts if is_batch else [prompts]:
+            raise ValueError(f"{name} is an empty list: give at least one prompt.")
+        for prompt in prompts if is_batch else [prompts]:
+            if name == "input_ids":
+                _check_tokens(prompt, vocab_size)
+            elif name == "input_embeds":
                 _check_embeddings(prompt, hidden_size)
         here = (len(prompts) if is_batch else 1), is_batch
         if found not in (None, here):
-            raise ValueError(f"{name} is of {here[0]} prompts, and text or input_ids of {found[0]}.")
+            raise ValueError(
+                f"{name} is {_describe(*here)}, but text or input_ids is {_describe(*found)}: give as many of each."
+            )
         found = here
     return found or (1, False)
 
 
+def _describe(num_prompts: int, is_batch: bool) -> str:
+    return f"a list of {num_prompts} prompts" if is_batch else "one prompt"
+
+
+def _check_tokens(prompt: list, vocab_size: int) -> None:
+    # SGLang would end such a request in the scheduler, but --log-requests decodes its tokens before.
+    for token in prompt:
+        if not (type(token) is int and 0 <= token < vocab_size):
+            raise ValueError(
+                f"input_ids has {token!r}, which is not a token of the model: give integers from 0 to {vocab_size - 1}."
+            )
+
+
 def _check_embeddings(prompt: list, hidden_size: int) -> None:
     if not prompt:
-        raise ValueError("input_embeds has a prompt without tokens.")
+        raise ValueError("input_embeds has a prompt without tokens: give at least one token.")
     for token in prompt:
         if not (isinstance(token, list) and len(token) == hidden_size):
-            raise ValueError(f"input_embeds has a token that is not a list of {hidden_size} floats.")
+            raise ValueError(
+                f"input_embeds has a token that is not a list of {hidden_size} floats, the hidden size of the model."
+            )
 
 
 def check_lists(obj: GenerateReqInput, num_prompts: int, is_batch: bool) -> None:
-    """Raise ValueError naming a field whose list does not have one value for each prompt."""
+    """Raise ValueError if a field is a list that does not have one value per prompt."""
     lists = {name: getattr(obj, name) for name in PER_PROMPT}
     tokens = obj.token_ids_logprob
     if isinstance(tokens, list) and any(not isinstance(value, int) for value in tokens):
@@ -182,45 +205,62 @@ def check_lists(obj: GenerateReqInput, num_prompts: int, is_batch: bool) -> None
         if not isinstance(values, list):
             continue
         if not is_batch:
-            raise ValueError(f"{name} is a list of {len(values)}, and the request has one prompt and no list of them.")
+            raise ValueError(f"{name} is a list, but the request has one prompt and no list of them: give one value.")
         if len(values) != num_prompts:
-            raise ValueError(f"{name} has {len(values)} values, and the request {num_prompts} prompts.")
+            raise ValueError(f"{name} has {len(values)} values for {num_prompts} prompts: give one value per prompt.")
     if "token_ids_logprob" in lists and not all(value is None or isinstance(value, list) for value in tokens):
-        raise ValueError("token_ids_logprob has lists and integers side by side.")
+        raise ValueError("token_ids_logprob mixes lists and integers: give integers, or one list per prompt.")
 
 
 def check_objects(obj: GenerateReqInput) -> None:
-    """Raise ValueError naming a field that SGLang unpacks without a look at what it is."""
+    """Raise ValueError if a field that SGLang does not check is not the object that it takes it for."""
     overrides = obj.positional_embed_overrides
     for each in overrides if isinstance(overrides, list) else [overrides]:
         if not (each is None or isinstance(each, PositionalEmbeds)):
-            raise ValueError(f"positional_embed_overrides={each!r}: only an Engine can be given tensors.")
-    _check_fields("session_params", obj.session_params or {}, _SESSION_TYPES)
+            raise ValueError(f"positional_embed_overrides={each!r} is no tensor: only an Engine can take them.")
+    _check_fields("session parameter", "session_params", obj.session_params or {}, _SESSION_TYPES)
+
+
+def check_custom_labels(labels: dict[str, str]) -> None:
+    """Raise ValueError for a label that the server's metrics do not have, or that cannot be written to them."""
+    allowed = get_observability().tokenizer_metrics_allowed_custom_labels or []
+    for label, value in labels.items():
+        if label not in allowed:
+            raise ValueError(
+                f"Unknown label {label!r} in custom_labels: --tokenizer-metrics-allowed-custom-labels has "
+                f"{', '.join(allowed) or 'none'}."
+            )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"custom_labels has {label}={value!r}, which is not valid Unicode: {error}.") from error
 
 
 def check_sampling_params(params: object, vocab_size: int) -> None:
-    """Raise ValueError naming a sampling parameter that SGLang would find fault with too late, or never."""
-    _check_fields("sampling_params", params, _TYPES)
+    """Raise ValueError for a sampling parameter that SGLang would refuse too late, or not at all."""
+    _check_fields("sampling parameter", "sampling_params", params, _TYPES)
     for name, value in params.items():
-        # None stands for the default.
+        # None means the default.
         if value is None:
             continue
         if name in _LARGEST and abs(value) > _LARGEST[name]:
-            raise ValueError(f"{name}={value} is beyond {_LARGEST[name]}.")
+            raise ValueError(f"{name}={value} is too large: the largest value is {_LARGEST[name]}.")
         if name in _POSITIVE and value > 0 and not _FLOAT32.tiny <= value <= _FLOAT32.max:
-            raise ValueError(f"{name}={value} is beyond the range of float32.")
+            raise ValueError(
+                f"{name}={value} is not a normal float32: give a value from {_FLOAT32.tiny:.2g} to {_FLOAT32.max:.2g}."
+            )
     if (params.get("beam_width") or 1) > 1:
         raise ValueError(f"beam_width={params['beam_width']} is not supported with DFLASH.")
     if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
         raise ValueError("watermark is not supported with DFLASH.")
-    # SGLang compares it as it comes.
+    # SGLang compares it with numbers, so None is refused too.
     if "n" in params and (params["n"] or 0) < 1:
-        raise ValueError(f"n={params['n']}: at least one answer has to be asked for.")
+        raise ValueError(f"n={params['n']} asks for no answer: give 1 or more.")
     _check_integers("stop_token_ids", params.get("stop_token_ids"), 0, vocab_size - 1)
     for token, bias in (params.get("logit_bias") or {}).items():
-        # -inf rules a token out.
+        # -inf excludes a token.
         if not bias <= MAX_LOGIT:
-            raise ValueError(f"logit_bias of token {token} is {bias}; the most is {MAX_LOGIT}.")
+            raise ValueError(f"logit_bias has {bias} for token {token}: the largest value is {MAX_LOGIT}.")
     patterns = params.get("stop_regex") or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         check_stop_regex(pattern)
@@ -245,13 +285,13 @@ def check_preferred_params(result: None, server_args: ServerArgs) -> None:
         raise ConfigError(f"--preferred-sampling-params {preferred}: {error}") from error
 
 
-def _check_fields(name: str, fields: object, types: dict) -> None:
-    """Raise ValueError unless this is an object with fields of these types; None stands for a field's default."""
+def _check_fields(kind: str, name: str, fields: object, types: dict) -> None:
+    """Raise ValueError unless `fields` is an object with fields of these types; None means a field's default."""
     if not isinstance(fields, dict):
-        raise ValueError(f"{name} is {fields!r}, not an object.")
+        raise ValueError(f"{name}={fields!r} is not an object: give an object of {kind}s.")
     unknown = sorted(str(field) for field in fields if field not in types)
     if unknown:
-        raise ValueError(f"{name} has {unknown[0]}, which is none of its fields.")
+        raise ValueError(f"Unknown {kind} {unknown[0]!r}.")
     for field, value in fields.items():
         if value is None:
             continue
@@ -262,26 +302,28 @@ def _check_fields(name: str, fields: object, types: dict) -> None:
 
 
 def _check_integers(name: str, values: object, smallest: int, largest: int) -> None:
-    """Raise ValueError unless this is an integer in a range, or a list of such values; None stands for the default."""
+    """Raise ValueError unless `values` is an integer in a range or a list of them; None means the default."""
     if isinstance(values, list | tuple | set):
         for value in values:
             _check_integers(name, value, smallest, largest)
     elif values is not None and not (type(values) is int and smallest <= values <= largest):
-        raise ValueError(f"{name} has {values!r}, expected an integer from {smallest} to {largest}.")
+        raise ValueError(f"{name} has {values!r}: give an integer from {smallest} to {largest}.")
 
 
 def refuse_request(req: Req, enable_overlap: bool) -> str | None:
     """REPLACE `dflash_utils.validate_dflash_request`.
 
     Returns:
-        the message of the 400, or None for a request that is served.
+        The message of the 400, or None if the request is served.
     """
     return _malformed(req) or _not_supported(req)
 
 
 def make_harmless(result: None, req: Req, *args, **kwargs) -> None:
-    """AFTER `Req.set_finish_with_abort`: SGLang takes a refused request through one prefill step, which must not trip
-    over what was wrong with it."""
+    """AFTER `Req.set_finish_with_abort`: reset fields of a refused request.
+
+    SGLang still runs one prefill for it, which would fail over the same fields.
+    """
     if not serves_dflash():
         return
     for name in REFUSED_OUTPUTS:
@@ -292,7 +334,7 @@ def make_harmless(result: None, req: Req, *args, **kwargs) -> None:
 
 
 def keep_embeddings_apart(original, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
-    """AROUND `PrefillAdder.add_one_req`: the prompts of a batch are embeddings, or they are tokens."""
+    """AROUND `PrefillAdder.add_one_req`: keep prompts of embeddings and of tokens in different batches."""
     others = adder.can_run_list
     if others and serves_dflash() and (others[0].input_embeds is None) != (req.input_embeds is None):
         return AddReqResult.OTHER
@@ -300,17 +342,19 @@ def keep_embeddings_apart(original, adder: PrefillAdder, req: Req, *args, **kwar
 
 
 def _malformed(req: Req) -> str | None:
-    """What SGLang lets through and then ends the whole server with."""
+    """Return the message for a request that SGLang accepts and that would end the server, else None."""
     ids = req.origin_input_ids
     if not ids:
-        return "input_ids is empty."
-    # Image tokens, here from an earlier turn of a session, are kept as hashes outside of the vocabulary.
+        return "input_ids is empty: give at least one token."
+    # Hashes of images, from an earlier turn of a session, are outside of the vocabulary.
     if req.multimodal_inputs is None and not (min(ids) >= 0 and max(ids) < req.vocab_size):
         outside = next(token for token in ids if not 0 <= token < req.vocab_size)
-        return f"input_ids has {outside}, which is not a token of the model: its vocabulary has {req.vocab_size}."
+        return (
+            f"input_ids has {outside}, which is not a token of the model: give integers from 0 to {req.vocab_size - 1}."
+        )
     params = req.sampling_params
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        return f"min_p={params.min_p} is not supported with --enable-deterministic-inference."
+        return f"min_p={params.min_p} is not supported with --enable-deterministic-inference: leave it out."
     if req.custom_logit_processor is not None:
         return _malformed_processor(req.custom_logit_processor)
     return None
@@ -319,10 +363,10 @@ def _malformed(req: Req) -> str | None:
 def _malformed_processor(processor: str) -> str | None:
     try:
         unpacked = CustomLogitProcessor.from_str(processor)
-    except Exception as error:  # A stranger's code may raise anything.
+    except Exception as error:  # The code of a client may raise anything.
         return f"custom_logit_processor cannot be unpacked: {type(error).__name__}: {error}"
     if not callable(unpacked):
-        return f"custom_logit_processor is a {type(unpacked).__name__}, which cannot be called with logits."
+        return f"custom_logit_processor is a {type(unpacked).__name__}: give a callable that takes logits."
     return None
 
 

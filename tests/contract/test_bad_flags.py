@@ -221,13 +221,13 @@ def test_grammars_that_know_no_blocks():
 @pytest.mark.parametrize(
     ("preferred", "message"),
     [
-        ({"top_k": 1 << 40}, "top_k=1099511627776 is beyond 2147483647."),
+        ({"top_k": 1 << 40}, "top_k=1099511627776 is too large: the largest value is 2147483647."),
         ({"min_new_tokens": 5.5}, "min_new_tokens=5.5: "),
         ({"max_new_tokens": "7"}, "max_new_tokens='7': "),
         ({"beam_width": 2}, "beam_width=2 is not supported with DFLASH."),
-        ({"top": 1}, "sampling_params has top, which is none of its fields."),
-        ({"stop_token_ids": [1024]}, "stop_token_ids has 1024, expected an integer from 0 to 1023."),
-        ([1], "sampling_params is [1], not an object."),
+        ({"top": 1}, "Unknown sampling parameter 'top'."),
+        ({"stop_token_ids": [1024]}, "stop_token_ids has 1024: give an integer from 0 to 1023."),
+        ([1], "sampling_params=[1] is not an object: give an object of sampling parameters."),
     ],
 )
 def test_preferred_sampling_params(preferred, message):

@@ -7,8 +7,10 @@ import functools
 import json
 import pickle
 import random
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
@@ -25,10 +27,31 @@ FLAGS = (
     ("enable-priority-scheduling", True),
     ("tool-call-parser", "qwen25"),
 )
+# Every observability flag that needs no other service: what a server logs and counts of a request may fail over it.
+FOLDER = Path(tempfile.gettempdir()) / "sglang-dflash-hostile-requests"
+OBSERVED = (
+    ("enable-metrics", True),
+    ("enable-mfu-metrics", True),
+    ("enable-metrics-for-all-schedulers", True),
+    ("extra-metric-labels", '{"site": "test"}'),
+    ("tokenizer-metrics-allowed-custom-labels", ("team",)),
+    ("export-metrics-to-file", True),
+    ("export-metrics-to-file-dir", FOLDER),
+    ("enable-forward-pass-metrics", True),
+    ("enable-request-time-stats-logging", True),
+    ("decode-log-interval", 1),
+    ("gc-warning-threshold-secs", 1),
+    ("show-time-cost", True),
+    ("crash-dump-folder", FOLDER),
+    ("log-requests", True),
+    ("log-requests-target", ("stdout", FOLDER)),
+)
+TEXT_LOG = (("log-requests-level", 2), ("log-requests-format", "text"))
+JSON_LOG = (("log-requests-level", 3), ("log-requests-format", "json"))
 # Prompts and decoding requests in one batch, too.
 MIXED = (("enable-mixed-chunk", True), ("chunked-prefill-size", 64))
-OVERLAP = Settings("hostile-overlap", flags=(*FLAGS, *MIXED))
-SYNCHRONOUS = Settings("hostile-sync", flags=(*FLAGS, SYNC))
+OVERLAP = Settings("hostile-overlap", flags=(*FLAGS, *MIXED, *OBSERVED, *TEXT_LOG))
+SYNCHRONOUS = Settings("hostile-sync", flags=(*FLAGS, SYNC, *OBSERVED, *JSON_LOG))
 in_both = pytest.mark.parametrize("settings", [OVERLAP, SYNCHRONOUS], indirect=True, ids=str)
 in_overlap = pytest.mark.parametrize("settings", [OVERLAP], indirect=True, ids=str)
 
@@ -106,9 +129,18 @@ REFUSED = {
         body({"token_ids_logprob": [[1], [2]], "text": [TEXT] * 3, "return_logprob": True}),
     ],
     "positional_embed_overrides=": [body({"positional_embed_overrides": 1.5})],
-    "session_params has": [body({"session_params": {"nonsense": 1}})],
+    "Unknown session parameter 'nonsense'": [body({"session_params": {"nonsense": 1}})],
     "offset='x'": [body({"session_params": {"id": "none", "offset": "x"}})],
-    "input_ids is of 1 prompts": [body({"input_ids": [[5]]})],
+    "input_ids is a list of 1 prompts": [body({"input_ids": [[5]]})],
+    "input_ids has -1,": [{"input_ids": [-1]}, {"input_ids": [[5], [6, -1]]}],
+    f"input_ids has {VOCAB_SIZE},": [{"input_ids": [VOCAB_SIZE]}],
+    "Unknown label 'group' in custom_labels": [
+        body({"custom_labels": {"group": "a"}}),
+        body({"custom_labels": {"team": "a", "group": "a"}}),
+        body({"custom_labels": {"group": "a"}, "text": [TEXT] * 2}),
+    ],
+    "Unknown label 'model_name' in custom_labels": [body({"custom_labels": {"model_name": "a"}})],
+    "custom_labels has team=": [body({"custom_labels": {"team": "\ud800"}})],
     "n=None": [body(n=None)],
     "stop_regex=": [
         body(stop_regex=pattern)
@@ -131,6 +163,7 @@ SERVED = {
     "processor of inf": body(processor("lambda logits, params: logits.double() * 1e300")),
     "grammars that no answer ends": body(regex="(zq){300}", max_new_tokens=30),
     "numbers that no answer ends": body(json_schema='{"type": "integer", "minimum": 5}', max_new_tokens=30),
+    "custom label": body({"custom_labels": {"team": 'a"\n\0 \U0001f4a9'}}),
     "nothing but the end": body(regex="(a)?", logit_bias={"0": 100}, ignore_eos=True),
 }
 
@@ -374,7 +407,7 @@ def test_requests_that_fail_while_they_stream(server):
 
 
 def limited(limit: int, **params) -> dict:
-    """A request whose processor fails behind so many tokens."""
+    """A request whose processor fails after `limit` tokens."""
     code = "lambda logits, params: logits if len(params[0]['__req__'].output_ids) < params[0]['limit'] else 1 / 0"
     return body(processor(code), custom_params={"limit": limit}, ignore_eos=True, **params)
 
