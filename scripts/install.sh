@@ -77,7 +77,7 @@ install_into_venv() {
     say "done in $((SECONDS - started)) s: $venv"
 }
 
-# Leaves every package that is there as it is.
+# Changes no package that is installed already.
 install_beside_sglang() {
     if "$PYTHON" - "$REPO" 2>/dev/null <<'PY'
 import importlib.metadata, json, sys
@@ -88,7 +88,7 @@ PY
     then
         return
     fi
-    say "installing sglang-dflash beside SGLang $SGLANG_VERSION in $PYTHON"
+    say "installing sglang-dflash next to SGLang $SGLANG_VERSION in $PYTHON"
     "$PYTHON" -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -e "$REPO"
     "$PYTHON" -m pip --disable-pip-version-check -qq install \
         matplotlib pytest pytest-timeout "$(grep '^ruff==' "$REPO/requirements/cpu.txt")"
