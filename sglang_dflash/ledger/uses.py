@@ -756,6 +756,15 @@ USES = (
         "reads the same environment variable",
         ("sglang.srt.platforms._is_cpu_available",),
     ),
+    Use(
+        "server_args/tokenizer_workers.py",
+        "names the application that tokenizer workers import, and relies on what it does there",
+        (
+            "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH",
+            "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+            "sglang.srt.entrypoints.http_server.init_multi_tokenizer",
+        ),
+    ),
     # --- the plugin -------------------------------------------------------------------------------------------------
     Use(
         "plugin.py",

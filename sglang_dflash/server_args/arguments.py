@@ -19,7 +19,7 @@ from sglang_dflash import hooks
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, resolve_block_size, resolve_tree
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
 from sglang_dflash.recurrent.arguments import check_num_nodes
-from sglang_dflash.server_args import backends, pair, refusals, trees
+from sglang_dflash.server_args import backends, pair, refusals, tokenizer_workers, trees
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
         return
     hooks.verify()
     refusals.refuse_unsupported(server_args)
+    tokenizer_workers.choose_http_app(server_args)
     pair.load_drafter_config(server_args)
     refusals.check_draft_window(server_args)
     refusals.check_graphs(server_args)

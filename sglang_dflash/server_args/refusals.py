@@ -57,7 +57,6 @@ UNSUPPORTED = (
     "enable_torch_compile",
     "debug_cuda_graph",
     # Front ends that run where SGLang loads no plugins: their requests would not be checked.
-    "tokenizer_worker_num",
     "smg_grpc_mode",
     "grpc_mode",
     # Looks for the drafter's layers by the names that they have in a target.

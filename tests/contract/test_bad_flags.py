@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import msgspec
 import pytest
@@ -132,7 +133,6 @@ UNSUPPORTED_VALUES = {
     "elastic_ep_backend": "mooncake",
     "disaggregation_mode": "decode",
     "startup_weight_load_mode": "overlap",
-    "tokenizer_worker_num": 2,
     "debug_tensor_dump_output_folder": "dumps",
     "debug_cuda_graph": True,
     "weight_cache_mode": "client",
@@ -206,6 +206,18 @@ def test_unsupported_flag(field):
     message = refusal(**{field: value} | COMPANIONS.get(field, {}))
     flag = "--" + field.replace("_", "-")
     assert message == f"{flag} {value} is not supported with --speculative-algorithm DFLASH."
+
+
+def test_application_of_tokenizer_workers(monkeypatch):
+    # Set first, so that pytest removes it afterwards.
+    monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "")
+    monkeypatch.delenv("SGLANG_HTTP_SERVER_APP_PATH")
+    resolve()
+    assert "SGLANG_HTTP_SERVER_APP_PATH" not in os.environ
+    assert resolve(tokenizer_worker_num=2).tokenizer_worker_num == 2
+    assert os.environ["SGLANG_HTTP_SERVER_APP_PATH"] == "sglang_dflash.requests.http_app:app"
+    monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "mine:app")
+    assert refusal(tokenizer_worker_num=2).startswith("SGLANG_HTTP_SERVER_APP_PATH=mine:app is not supported with ")
 
 
 def test_classes_of_transformers():
