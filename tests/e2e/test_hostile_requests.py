@@ -27,7 +27,7 @@ FLAGS = (
     ("enable-priority-scheduling", True),
     ("tool-call-parser", "qwen25"),
 )
-# Every observability flag that needs no other service: what a server logs and counts of a request may fail over it.
+# Every observability flag that needs no GPU and no other service: logs and counts of a request can fail over it.
 FOLDER = Path(tempfile.gettempdir()) / "sglang-dflash-hostile-requests"
 OBSERVED = (
     ("enable-metrics", True),
@@ -37,7 +37,6 @@ OBSERVED = (
     ("tokenizer-metrics-allowed-custom-labels", ("team",)),
     ("export-metrics-to-file", True),
     ("export-metrics-to-file-dir", FOLDER),
-    ("enable-forward-pass-metrics", True),
     ("enable-request-time-stats-logging", True),
     ("decode-log-interval", 1),
     ("gc-warning-threshold-secs", 1),
