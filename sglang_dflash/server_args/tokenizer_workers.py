@@ -6,7 +6,7 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import ConfigError
+from sglang_dflash.errors import ConfigError
 
 HTTP_APP = "sglang_dflash.requests.http_app:app"
 
