@@ -16,18 +16,19 @@ def register() -> None:
         return
     from sglang_dflash.engine.worker import DFlashWorker
 
-    end_cycle = DFlashWorker._end_cycle
+    step = DFlashWorker.forward_batch_generation
 
-    @functools.wraps(end_cycle)
-    def planted(worker, batch, *args):
-        result = end_cycle(worker, batch, *args)
-        if ERROR == "token":
+    @functools.wraps(step)
+    def planted(worker, batch, *args, **kwargs):
+        is_decode = batch.forward_mode.is_decode()
+        result = step(worker, batch, *args, **kwargs)
+        if is_decode and ERROR == "token":
             # The text goes on as if it had been the right one.
             result.next_token_ids[0] ^= 1
-        elif ERROR == "logprob" and batch.return_logprob:
+        elif is_decode and ERROR == "logprob" and batch.return_logprob:
             result.logits_output.next_token_logprobs += 0.01
-        elif ERROR == "page":
+        elif is_decode and ERROR == "page":
             batch.token_to_kv_pool_allocator.alloc(batch.token_to_kv_pool_allocator.page_size)
         return result
 
-    DFlashWorker._end_cycle = planted
+    DFlashWorker.forward_batch_generation = planted
