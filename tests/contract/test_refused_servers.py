@@ -69,7 +69,7 @@ def test_server_with_wrong_tensors(tmp_path):
     torch.save(load_file(safetensors), safetensors.with_name("pytorch_model.bin"))
     safetensors.unlink()
     stderr = launch(tmp_path, *target_and_drafter(TARGET_DIR, drafter), spawn=True)
-    [error] = [line for line in stderr.splitlines() if "config.ConfigError: " in line]
+    [error] = [line for line in stderr.splitlines() if "errors.ConfigError: " in line]
     assert f"drafter {drafter} does not load: " in error
     for problem in (
         "fc.weight has shape [256, 512], expected [256, 768]",
