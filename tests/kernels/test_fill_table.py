@@ -56,7 +56,7 @@ def test_greedy_conditionals(fill, device):
 
 @BOTH
 def test_sampled_conditionals(fill, device):
-    """Logits over temperature with the noise of their positions, among the candidates; at T 1 the rest counts, too."""
+    """Log probabilities with temperature times the noise of their positions. The rest is one more candidate."""
     args = drafts_for(2, 3, 4, device, share=0)
     candidates, logits, log_sums, _, keys, _, _, seq_lens, _ = args
     parameters = parameters_for(2, device, temperatures=[1.0, 0.7])
@@ -65,9 +65,8 @@ def test_sampled_conditionals(fill, device):
     for request, depth in itertools.product(range(2), range(3)):
         temperature = [1.0, 0.7][request]
         position = seq_lens[request] + depth
-        scores = plain[request, depth] / temperature
-        scores = scores + gumbel(keys[request], position, candidates[request, depth])
-        rest = math.log(1 - plain[request, depth].exp().sum()) + 0.5772157 if temperature == 1 else -math.inf
+        scores = plain[request, depth] + temperature * gumbel(keys[request], position, candidates[request, depth])
+        rest = math.log(1 - plain[request, depth].exp().sum()) + temperature * 0.5772157
         whole = torch.cat((scores, torch.tensor([rest], device=device))).logsumexp(dim=0)
         want, order = (scores - whole).sort(descending=True)
         assert (ranks[request, depth].long() == order).all()

@@ -56,11 +56,10 @@ def _fill_table_kernel(
     is_sampled = (tl.load(top_ks + request) > 1) & is_tree
     temperature = tl.load(temperatures + request)
     prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
-    score = _number(tl.where(is_sampled, plain / temperature + gumbel(prefix, token), plain))
+    score = _number(tl.where(is_sampled, plain + temperature * gumbel(prefix, token), plain))
     score = tl.where(is_candidate, score, _LOWEST)
     mass = tl.where(is_candidate, tl.exp(plain), 0.0)
-    outside = _number(tl.log(tl.maximum(1.0 - tl.sum(mass), 0.0)) + _EULER)
-    rest = tl.where(temperature == 1.0, outside, _LOWEST)
+    rest = _number(tl.log(tl.maximum(1.0 - tl.sum(mass), 0.0)) + temperature * _EULER)
 
     # Rows are candidates of the position before.
     has_before = is_candidate & (depth > 0)

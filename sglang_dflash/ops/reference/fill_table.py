@@ -29,9 +29,10 @@ def fill_table(
 
     A drafter's rows are independent of each other: row d gives the same scores after any draft. Two things are added.
 
-    1. A sampled request's scores are its logits divided by the temperature, plus the noise that its target's draw adds
-       to the same tokens (:mod:`sglang_dflash.ops.noise`). Its probabilities are those among the candidates. At
-       temperature 1 the tokens that are no candidates count as one more, with the noise that is expected of it.
+    1. A sampled request's scores are its log probabilities, plus the temperature times the noise that its target's draw
+       adds to the same tokens (:mod:`sglang_dflash.ops.noise`). The target's draw is the argmax of the same sum of
+       logits. At temperature 0 the scores are a greedy request's. The tokens that are no candidates count as one more,
+       with their mass and the noise that is expected of it.
     2. Candidates that the request's text has right after the draft before count `exp(LOG_WEIGHT)` times as much. The
        drafter knows the bonus token, so the first position has none of that.
 
@@ -61,9 +62,9 @@ def fill_table(
     temperatures = parameters.temperatures[:, None]
     positions = seq_lens[:, None] + torch.arange(depths, device=seq_lens.device)
     noise = gumbel(keys[:, None, None], positions[:, :, None], candidates)
-    scores = torch.where(is_sampled[:, :, None], plain / temperatures[:, :, None] + noise, plain)
-    outside = (1 - plain.exp().sum(dim=-1)).clamp(min=0).log() + EULER
-    rest = torch.where(is_sampled & (temperatures == 1), outside, -torch.inf)
+    scores = torch.where(is_sampled[:, :, None], plain + temperatures[:, :, None] * noise, plain)
+    outside = (1 - plain.exp().sum(dim=-1)).clamp(min=0).log() + temperatures * EULER
+    rest = torch.where(is_sampled, outside, -torch.inf)
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     rest = torch.where(rest.isnan(), -torch.inf, rest)
 
