@@ -198,8 +198,8 @@ class DecodeCycle:
         """
         if in_shards:
             return self.logits.argmax(output.next_token_logits)
-        maxima, tokens = ops.row_max(output.next_token_logits)
         logits = output.next_token_logits
+        maxima, tokens = ops.row_max(logits)
         ops.sample_rows(logits, maxima, tokens, block.parameters, block.keys, batch.positions)
         return tokens
 

@@ -163,15 +163,15 @@ class FallbackSampler:
 
     def prepare_prefill(self, batch: ScheduleBatch) -> None:
         """Set the batch's penalties and noise for the token that the prefill draws, before the target's forward."""
-        keys, info = self._keys.begin(batch), batch.sampling_info
-        draws = self._can_draw(info)
-        is_drawn = [
-            draws and req.sampling_params.top_k > 1 and fast_path.is_fast(req, info, draws) for req in batch.reqs
-        ]
-        if any(is_drawn):
-            is_drawn = async_h2d(is_drawn, dtype=torch.bool, device=keys.device)
-            prefill_draws.prepare(self._sampler, PrefillDraws(keys, is_drawn))
-        if are_penalised(batch.sampling_info):
+        info = batch.sampling_info
+        # Greedy requests have no noise.
+        if self._can_draw(info) and not info.is_all_greedy:
+            keys = self._keys.begin(batch)
+            is_drawn = [req.sampling_params.top_k > 1 and fast_path.is_fast(req, info, True) for req in batch.reqs]
+            if any(is_drawn):
+                is_drawn = async_h2d(is_drawn, dtype=torch.bool, device=keys.device)
+                prefill_draws.prepare(self._sampler, PrefillDraws(keys, is_drawn))
+        if are_penalised(info):
             self._penalties.prepare_prefill(batch)
 
     def begin_requests(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> list[Failures] | None:

@@ -57,14 +57,12 @@ def fill_table(
     """
     bs, depths, k = candidates.shape
     plain = logits - log_sums[:, :, None]
-    scores, rest = plain, torch.full_like(log_sums, -torch.inf)
     is_sampled = ((parameters.top_ks > 1) & (is_chain == 0))[:, None]
     temperatures = parameters.temperatures[:, None]
     positions = seq_lens[:, None] + torch.arange(depths, device=seq_lens.device)
     noise = gumbel(keys[:, None, None], positions[:, :, None], candidates)
     scores = torch.where(is_sampled[:, :, None], plain + temperatures[:, :, None] * noise, plain)
-    outside = (1 - plain.exp().sum(dim=-1)).clamp(min=0).log() + temperatures * EULER
-    rest = torch.where(is_sampled, outside, -torch.inf)
+    rest = (1 - plain.exp().sum(dim=-1)).clamp(min=0).log() + temperatures * EULER
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     rest = torch.where(rest.isnan(), -torch.inf, rest)
 
