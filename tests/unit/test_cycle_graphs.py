@@ -1,12 +1,15 @@
 """Choice of graphs for smaller draft lengths, by the time that their replays take."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_dflash.engine import graphs
-from sglang_dflash.engine.graphs import CycleGraphs
+from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
+from sglang_dflash.types import Block
 
 
 class Runner:
@@ -51,3 +54,25 @@ def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, m
 def test_none_are_between_where_rows_are_free():
     assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).lengths == (1, 4, 16)
     assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).lengths == (16,)
+
+
+def test_timed_requests_have_bonus_tokens_of_their_own(monkeypatch):
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 2.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    block = Block.empty(8, 16, torch.device("cpu"))
+    block.input_ids.zero_()
+    replayed = []
+    backend = SimpleNamespace(
+        replay_session=nullcontext, replay=lambda key, batch: replayed.append(block.take(5, 4).input_ids.clone())
+    )
+    runner = SimpleNamespace(
+        _block=block,
+        _draft_length=4,
+        _graphs={(5, False): SimpleNamespace(batch=None)},
+        _make_graph_key=lambda bs: bs,
+        backend=backend,
+        model_runner=SimpleNamespace(model_config=SimpleNamespace(vocab_size=103)),
+    )
+
+    assert CycleGraphRunner.seconds(runner, 5) == 2e-3
+    assert replayed[0].view(5, 4)[:, 0].tolist() == [0, 20, 40, 60, 80]
