@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,7 @@ SHAPES = {
     | {"num_target_layers": 6, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 2, 3]}},
     "qwen3.5-9b": _QWEN3_5_9B,
     "qwen3.5-9b-dflash": _QWEN3_5_9B_DFLASH,
+    "qwen3.5-9b-dflash-normal": _QWEN3_5_9B_DFLASH,
     "qwen3.5-27b": _QWEN3_5_9B
     | {
         "hidden_size": 5120,
@@ -187,7 +189,7 @@ SHAPES = {
 }
 # Drafters with normally distributed weights. With SGLang's dummy weights attention is a mean, so all tokens of a block
 # are drafted alike. A target that verifies such a chain computes nearly the same row many times.
-NORMAL_DRAFTERS = ("qwen3-8b-dflash-normal",)
+NORMAL_DRAFTERS = ("qwen3-8b-dflash-normal", "qwen3.5-9b-dflash-normal")
 # State slots that SGLang gives a request under overlap scheduling, for targets with recurrent layers.
 STATE_SLOTS = dict.fromkeys(("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"), 5)
 
@@ -218,6 +220,9 @@ PAIRS = {
     "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
     "qwen3-30b-a3b": Pair("qwen3-30b-a3b", "qwen3-30b-a3b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
     "qwen3.5-9b": Pair("qwen3.5-9b", "qwen3.5-9b-dflash", is_dummy=True, accept_length=5, share=(0.8, 0.5)),
+    "qwen3.5-9b-normal": Pair(
+        "qwen3.5-9b", "qwen3.5-9b-dflash-normal", is_dummy=True, accept_length=5, share=(0.5, 0.5)
+    ),
     "qwen3.5-27b": Pair("qwen3.5-27b", "qwen3.5-27b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
     "qwen3.5-35b-a3b": Pair(
         "qwen3.5-35b-a3b", "qwen3.5-35b-a3b-dflash", is_dummy=True, accept_length=5, share=(1.2, 1.1)
@@ -271,6 +276,8 @@ def write_normal_weights(folder: Path, config: dict) -> None:
     # Imported here because they are slow to import, and seldom needed.
     import torch
     from safetensors.torch import save_file
+
+    sys.path.append(str(REPO / "tests"))
     from support.oracle.drafter import ReferenceDrafter
 
     generator = torch.Generator().manual_seed(0)

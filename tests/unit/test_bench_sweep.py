@@ -1,6 +1,9 @@
 """scripts/bench_sweep.py: datasets, engines that take turns, statistics, and what a resumed sweep skips."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import bench_sweep
@@ -8,7 +11,7 @@ import pytest
 from bench import groups
 from bench.chart import Panel, draw, panels
 from bench.engine import Answer, Configuration, Load, accuracy, environment, summarize_answers
-from bench.pairs import SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
+from bench.pairs import REPO, SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
 from support.oracle.drafter import ReferenceDrafter
@@ -185,6 +188,16 @@ def test_normal_weights(tmp_path):
     weights = ReferenceDrafter.from_pretrained(tmp_path).state_dict()
     assert (weights["norm.weight"] == 1).all()
     assert weights["fc.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_normal_weights_outside_of_pytest(tmp_path):
+    """Without the import path that pytest sets."""
+    program = "from bench.pairs import REPO, SHAPES, write_normal_weights; import pathlib, sys; "
+    program += "write_normal_weights(pathlib.Path(sys.argv[1]), SHAPES['small-dflash'])"
+    environment = os.environ | {"PYTHONPATH": "scripts"}
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=REPO, env=environment, check=True, timeout=120)
+
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_pairs():
