@@ -20,8 +20,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def pytest_addoption(parser):
-    parser.addoption(
+    options = parser.getgroup("tests/gpu")
+    options.addoption(
         "--answers",
         metavar="FOLDER",
-        help="where tests/gpu keep what servers without speculation answer, for other processes on the same GPU",
+        help="where tests/gpu keep what engines without speculation answer, for other processes on the same GPU",
+    )
+    options.addoption("--group", metavar="GROUP", action="append", help="run this group of tests/gpu; may be repeated")
+    options.addoption("--list-groups", metavar="FILE", help="write the groups of tests/gpu and their tests as JSON")
+    options.addoption(
+        "--table", metavar="FILE", help="append results of tests/gpu to a table, and leave out tests that it has"
+    )
+    options.addoption(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU, run those tests of tests/gpu on SGLang's CPU engine that can: errors of the tests show",
     )

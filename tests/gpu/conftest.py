@@ -1,20 +1,108 @@
+"""Fixtures of tests that need a GPU, their groups, and the table of their results.
+
+Tests of a group share engines, so one process runs a group. `scripts/test_gpu.sh` runs groups in parallel. A test
+names its group by a format string of its parameters, `@pytest.mark.group("tiny-{backend}")`. Others are in that of
+their file.
+Marker `alone`: no other test may use the GPU. Marker `rehearsed`: the test runs on a CPU too with `--rehearse`.
+"""
+
 import fcntl
 import json
 import re
-from collections.abc import Callable
+import signal
 from pathlib import Path
 
 import pytest
-import torch
+from engines import ON_CPU, Engines, Shared
+from support import gpu_table
 from transformers import AutoTokenizer
 
 from models.tiny import TARGET_DIR, load_prompts
 
+HERE = Path(__file__).parent
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/gpu" in str(item.path) and not torch.cuda.is_available():
+
+def pytest_configure():
+    # A terminated run ends its engines, as an interrupted run does.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+
+
+def group_of(item) -> str:
+    marker = item.get_closest_marker("group")
+    if marker is None:
+        return item.path.stem.removeprefix("test_")
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    # The name of a log file too.
+    return re.sub("[^A-Za-z0-9_.-]+", "-", marker.args[0].format(**params))
+
+
+def pytest_collection_modifyitems(config, items):
+    here = [item for item in items if HERE in item.path.parents]
+    for item in here:
+        if not ON_CPU:
+            continue
+        on_cpu = item.get_closest_marker("rehearsed")
+        if not config.getoption("--rehearse") or on_cpu is None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    wanted, done = config.getoption("--group"), set()
+    if config.getoption("--table"):
+        done = set(gpu_table.read(Path(config.getoption("--table"))))
+    if wanted or done:
+        left_out = [
+            item
+            for item in here
+            if gpu_table.test_name(item.nodeid) in done or (wanted and group_of(item) not in wanted)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--list-groups"):
+        groups: dict[str, dict] = {}
+        for item in here:
+            of_group = groups.setdefault(group_of(item), {"tests": [], "alone": False})
+            of_group["tests"].append(gpu_table.test_name(item.nodeid))
+            of_group["alone"] |= item.get_closest_marker("alone") is not None
+        Path(config.getoption("--list-groups")).write_text(json.dumps(groups))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    engines = getattr(item, "funcargs", {}).get("engines")
+    if report.failed and engines is not None:
+        report.sections.append(("log of the last engine", engines.log_tail()))
+    table = item.config.getoption("--table")
+    if table:
+        line = gpu_table.row_of(report)
+        if line is not None:
+            with open(table, "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(line)
+    return report
+
+
+@pytest.fixture(scope="session")
+def shared(request, tmp_path_factory) -> Shared:
+    return Shared(Path(request.config.getoption("--answers") or tmp_path_factory.mktemp("answers")))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory, shared):
+    engines = Engines(tmp_path_factory.mktemp("engines"), shared)
+    yield engines
+    engines.stop()
+
+
+@pytest.fixture(scope="session")
+def backend(request) -> str:
+    """Attention backend. Tests with the same one follow each other, and so do those with the same `shape`."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def shape(request) -> str:
+    """Chains or trees."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -22,27 +110,3 @@ def prompts() -> list[list[int]]:
     """Return the tiny pair's prompts: 60 of 20 to 200 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
-
-
-class Shared:
-    """Answers that several tests compare with, in a folder that several processes may share."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def get(self, name: str, compute: Callable[[], object]) -> object:
-        """Return the JSON object that `compute` returned for the first caller with this `name`."""
-        path = self._folder / f"{re.sub('[^A-Za-z0-9_.-]', '-', name)}.json"
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                written = path.with_suffix(".new")
-                written.write_text(json.dumps(compute()))
-                written.rename(path)
-        return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="session")
-def shared(request, tmp_path_factory) -> Shared:
-    return Shared(Path(request.config.getoption("--answers") or tmp_path_factory.mktemp("answers")))

@@ -4,194 +4,208 @@ They run in bf16, up to ties, because SGLang's kernels for prompts take no float
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from engines import BACKENDS, COMMON, RETRACTED, EngineConfig, Engines, greedy
 from support import hybrid
-from support.engine_process import run
-from support.plugins import python_path
-from support.targets import NUM_CANDIDATES, candidate_logits, drafts
-from support.ties import TIE, TIE_OF_EXPERTS, describe_difference, first_difference
+from support.targets import NUM_CANDIDATES, candidate_logits, drafts, expected_cycles
+from support.ties import TIE, TIE_OF_EXPERTS, compare, first_difference
 
 INTERVAL = 64
-ENGINE = {
-    "max_total_tokens": 8192,
-    "max_running_requests": 8,
-    "max_mamba_cache_size": 100,
-    "mem_fraction_static": 0.9,
-    "cuda_graph_bs_decode": [1, 2, 4, 8],
-    "disable_prefill_cuda_graph": True,
-    "skip_server_warmup": True,
-    "skip_tokenizer_init": True,
-    "enable_multimodal": False,
-}
-DFLASH = {"speculative_algorithm": "DFLASH", "mamba_track_interval": INTERVAL}
 # Sizes of heads in published models.
 SIZES = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-BACKENDS = ["fa3", "flashinfer", "triton"]
 ARCHITECTURES = ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
 NEW_TOKENS = 170
 # Tokens of a text after its prompt, from which it is continued.
 CUTS = (NEW_TOKENS, NEW_TOKENS - 1, NEW_TOKENS - 16)
 CONTINUED = 50
-# Requests lose their slots now and then, and are prefilled again.
-RETRACTED = {
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "11",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-}
+PROMPTS = [hybrid.prompt_of(length, length) for length in (1, 63, 64, 65, 129, 301, 20, 200)]
+# A prompt whose drafts are all wrong.
+UNDRAFTED = hybrid.prompt_of(77, 5)
+# Usual numbers of identical texts, of 32: a random target is uncertain about every token, and bf16 creates ties in most
+# of its texts.
+USUAL = dict(zip(ARCHITECTURES, (7, 2, 3)))
 
 
-def call(prompts: list[list[int]], num_tokens: int) -> dict:
-    """Return arguments of `Engine.generate`."""
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    return {"input_ids": prompts, "sampling_params": [sampling] * len(prompts)}
-
-
+@dataclass(frozen=True)
 class Case:
-    """A target's own text, and its text with DFLASH."""
+    """A random target, and Engines that serve it. Folders of one run have the same names in all processes."""
 
-    def __init__(self, folder: Path, architecture: str, backend: str) -> None:
-        self._folder = folder
-        has_experts = architecture != ARCHITECTURES[0]
-        self.tie = TIE_OF_EXPERTS if has_experts else TIE
-        # A random target is uncertain about every token, and bf16 creates ties in most of its texts.
-        self.identical_share = 0.05 if has_experts else 0.15
-        target = hybrid.write_target(folder / "target", architecture, **SIZES)
-        self._drafter = hybrid.write_drafter(folder / "drafter", head_dim=SIZES["head_dim"])
-        self._engine = ENGINE | {"dtype": "bfloat16", "attention_backend": backend, "model_path": str(target)}
+    folder: Path
+    architecture: str
+    backend: str
 
-    def write(self, prompts: list[list[int]], num_tokens: int) -> list[dict]:
-        """Return the target's own text."""
-        asked = call(prompts, num_tokens) | {"return_logprob": True, "top_logprobs_num": 2}
-        [answers], _ = run(self._folder, self._engine, [asked], {})
-        return answers
+    @property
+    def name(self) -> str:
+        return f"hybrid-{self.architecture}-{self.backend}"
 
-    def draft(self, calls: list[dict], texts: list[list[int]], flags: dict, env: dict) -> tuple[list, dict]:
-        """Return the answers to calls. `texts`: the drafts for each of their prompts, after the prompt."""
-        prompts = [prompt for each in calls for prompt in each["input_ids"]]
-        known = [{"input_ids": p, "output_ids": d} for p, d in zip(prompts, texts, strict=True)]
-        path = self._folder / "drafts.json"
-        path.write_text(json.dumps(known))
-        env = env | {"ORACLE_DRAFTS": str(path), "PYTHONPATH": python_path("oracle_drafts")}
-        if "speculative_eagle_topk" in flags:
-            candidates = self._folder / "candidates.json"
+    @property
+    def tie(self) -> float:
+        return TIE if self.architecture == ARCHITECTURES[0] else TIE_OF_EXPERTS
+
+    def plain(self) -> EngineConfig:
+        target = self.folder / self.architecture
+        if not target.exists():
+            hybrid.write_target(target, self.architecture, **SIZES)
+        arguments = {"model_path": str(target), "attention_backend": self.backend, "max_mamba_cache_size": 100}
+        arguments |= {"skip_tokenizer_init": True, "enable_multimodal": False}
+        return EngineConfig(f"{self.name}-plain", COMMON | arguments)
+
+    def texts(self, engines: Engines) -> tuple[list[dict], dict]:
+        """Return what the target writes alone, after `PROMPTS` and after `UNDRAFTED`."""
+        calls = [greedy(PROMPTS, NEW_TOKENS + CONTINUED), greedy([UNDRAFTED], 513)]
+        of_prompts, [undrafted] = engines.reference(self.plain(), calls)
+        return of_prompts, undrafted
+
+    def served(self, engines: Engines, flags: dict, env: dict) -> EngineConfig:
+        """Return an Engine whose drafts are the target's own text with errors."""
+        drafter = self.folder / "drafter"
+        if not drafter.exists():
+            hybrid.write_drafter(drafter, head_dim=SIZES["head_dim"])
+        of_prompts, undrafted = self.texts(engines)
+        known = {tuple(UNDRAFTED): [token ^ 1 for token in undrafted["output_ids"]]}
+        for call in written(of_prompts):
+            for asked, prompt, answer in zip(call["input_ids"], PROMPTS, of_prompts):
+                begin = len(asked) - len(prompt)
+                known[tuple(asked)] = drafts(prompt, answer["output_ids"])[begin:]
+        path = self.folder / f"{self.name}-drafts.json"
+        path.write_text(json.dumps([{"input_ids": p, "output_ids": d} for p, d in known.items()]))
+        env = env | {"ORACLE_DRAFTS": str(path)}
+        if flags["speculative_eagle_topk"] > 1:
+            candidates = self.folder / "candidates.json"
             candidates.write_text(json.dumps(candidate_logits()))
             env["ORACLE_CANDIDATES"] = str(candidates)
-        engine = self._engine | DFLASH | {"speculative_draft_model_path": str(self._drafter)} | flags
-        answers, described = run(self._folder, engine, calls, env)
-        assert described["worker"] == "DFlashWorker"
-        return answers, described
+        dflash = {"speculative_algorithm": "DFLASH", "mamba_track_interval": INTERVAL}
+        dflash |= {"speculative_draft_model_path": str(drafter)}
+        arguments = dict(self.plain().arguments) | dflash | flags
+        return EngineConfig(self.name, arguments, env, ("oracle_drafts",))
 
 
-def part_of(plain: dict, begin: int, num_tokens: int) -> dict:
-    """Return a part of an answer: its tokens and their log probabilities."""
-    span = slice(begin, begin + num_tokens)
-    top = plain["meta_info"]["output_top_logprobs"][span]
-    return {"output_ids": plain["output_ids"][span], "meta_info": {"output_top_logprobs": top}}
+CHAINS = {"speculative_eagle_topk": 1}
 
 
-def lead(want: dict, got: dict) -> float:
-    """Return the lead of the best token over the second, in nats, where two answers differ."""
-    best, second = (entry[0] for entry in want["meta_info"]["output_top_logprobs"][first_difference(want, got)][:2])
-    return best - second
+def trees(num_nodes: int, **flags) -> dict:
+    return {"speculative_eagle_topk": NUM_CANDIDATES, "speculative_num_draft_tokens": num_nodes} | flags
 
 
-def check_texts(case: Case, flags: dict, env: dict) -> None:
-    prompts = [hybrid.prompt_of(length, length) for length in (1, 63, 64, 65, 129, 301, 20, 200)]
-    plain = case.write(prompts, NEW_TOKENS + CONTINUED)
-    # Texts that repeat would not depend on a state's content.
-    assert sum(len(set(answer["output_ids"])) > 60 for answer in plain) >= len(prompts) / 2
-    written = [call(prompts, NEW_TOKENS)]
+def written(of_prompts: list[dict]) -> list[dict]:
+    """Return calls for the texts: whole ones, and parts of them from the cuts on."""
+    calls = [greedy(PROMPTS, NEW_TOKENS, flush=True)]
     for cut in CUTS:
-        continued = [prompt + answer["output_ids"][:cut] for prompt, answer in zip(prompts, plain)]
-        written.append(call(continued, CONTINUED))
-    begins = [0, *CUTS]
-    texts = [drafts(p, a["output_ids"])[begin:] for begin in begins for p, a in zip(prompts, plain)]
+        continued = [prompt + answer["output_ids"][:cut] for prompt, answer in zip(PROMPTS, of_prompts)]
+        calls.append(greedy(continued, CONTINUED))
+    return calls
 
-    answers, described = case.draft(written, texts, flags, env)
 
+def part_of(plain: dict, begin: int) -> dict:
+    """Return an answer from a token on: its tokens and their log probabilities."""
+    top = plain["meta_info"]["output_top_logprobs"][begin:]
+    return {"output_ids": plain["output_ids"][begin:], "meta_info": {"output_top_logprobs": top}}
+
+
+def check_texts(engines: Engines, case: Case, flags: dict, env: dict) -> None:
+    of_prompts, undrafted = case.texts(engines)
+    # Texts that repeat would not depend on a state's content.
+    assert sum(len(set(answer["output_ids"])) > 60 for answer in of_prompts) >= len(PROMPTS) / 2
+    config = case.served(engines, flags, env)
+    answers = engines.ask(config, written(of_prompts))
+
+    described = engines.describe(config)
+    assert described["worker"] == "DFlashWorker"
     states = described["recurrent_states"]
     # The bytes of one state for each token of a block.
     dense = hybrid.BLOCK_SIZE * states["bytes_per_slot"]
     num_tokens = described["verified_rows"] / hybrid.BLOCK_SIZE
     assert states["slots"] == 100 and states["verify_bytes_per_request"] < 0.2 * num_tokens * dense
-    same, hits, leads = 0, 0, [0.0]
-    for begin, some in zip(begins, answers, strict=True):
-        for answer, own in zip(some, plain, strict=True):
-            want = part_of(own, begin, len(answer["output_ids"]))
-            if first_difference(want, answer) is None:
-                same += 1
-            else:
-                leads.append(lead(want, answer))
-                assert leads[-1] <= case.tie, f"from {begin}: {describe_difference(want, answer)}"
-            hits += begin > 0 and answer["meta_info"]["cached_tokens"] >= INTERVAL
-    print(
-        f"\n{same} of {len(texts)} identical, the others part at a tie, {max(leads):.4f} nats at most; "
-        f"{hits} of {len(CUTS) * len(prompts)} from the cache"
-    )
-    assert same >= case.identical_share * len(texts)
+    hits = sum(answer["meta_info"]["cached_tokens"] >= INTERVAL for of_call in answers[1:] for answer in of_call)
+    want = [part_of(answer, begin) for begin in (0, *CUTS) for answer in of_prompts]
+    compared = compare(want, [answer for of_call in answers for answer in of_call])
+    num_continued = len(CUTS) * len(PROMPTS)
+    print(f"\n{case.name}, {flags}: {compared}; {hits} of {num_continued} from the cache")
+    compared.assert_ties(case.tie)
+    compared.assert_floor(USUAL[case.architecture])
     # Retracted requests may have lost their cached tokens.
-    assert hits >= (0.25 if env else 0.75) * len(CUTS) * len(prompts)
+    assert hits >= (0.25 if env else 0.75) * num_continued
+    if not env and not flags.get("speculative_adaptive"):
+        check_cycles(of_prompts, answers[0], flags.get("speculative_num_draft_tokens"))
+        # Nothing is accepted of any of 512 blocks, and nothing of them is left in a state.
+        [answers] = engines.ask(config, [greedy([UNDRAFTED], 513)])
+        compared = compare([undrafted], answers)
+        print(f"wrong drafts: {compared}")
+        compared.assert_ties(case.tie)
+        assert not compared.identical or answers[0]["meta_info"]["spec_verify_ct"] == 512
+
+
+def check_cycles(of_prompts: list[dict], answers: list[dict], num_nodes: int | None) -> None:
+    """Check that identical answers took the cycles that follow from the errors of their drafts.
+
+    The paths that were accepted are then those of the trees, and nothing else.
+    """
+    for prompt, own, answer in zip(PROMPTS, of_prompts, answers):
+        if first_difference(own, answer) is None:
+            text = own["output_ids"][:NEW_TOKENS]
+            drafted = drafts(prompt, own["output_ids"])
+            expected = expected_cycles(prompt, text, drafted, num_nodes, hybrid.VOCAB_SIZE)
+            assert answer["meta_info"]["spec_verify_ct"] == expected
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("hybrid")
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("hybrid-target-{backend}")
 @pytest.mark.parametrize("kind", ["replayed", "retracted"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_up_to_ties(backend, kind, tmp_path):
-    case = Case(tmp_path, ARCHITECTURES[0], backend)
-    check_texts(case, {}, RETRACTED if kind == "retracted" else {})
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_chains_up_to_ties(backend, kind, engines, folder):
+    check_texts(engines, Case(folder, ARCHITECTURES[0], backend), CHAINS, RETRACTED if kind == "retracted" else {})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
-def test_other_classes(architecture, tmp_path):
-    check_texts(Case(tmp_path, architecture, "fa3"), {}, {})
-
-
-@pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("hybrid-target-{backend}")
 @pytest.mark.parametrize(
-    "flags", [{"speculative_adaptive": True}, {"disable_cuda_graph": True}], ids=["adaptive", "eager"]
-)
-def test_other_cycles(flags, tmp_path):
-    check_texts(Case(tmp_path, ARCHITECTURES[0], "fa3"), flags, {})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "num_nodes", "flags", "env"),
+    ("backend", "flags", "env"),
     [
-        ("fa3", 16, {}, RETRACTED),
-        ("flashinfer", 16, {}, {}),
-        ("triton", 24, {}, {}),
-        ("fa3", 32, {"speculative_adaptive": True}, {}),
-        ("fa3", 24, {"disable_cuda_graph": True}, {}),
-        ("fa3", 64, {}, {}),
+        ("fa3", trees(16), RETRACTED),
+        ("fa3", trees(64), {}),
+        ("flashinfer", trees(16), {}),
+        ("triton", trees(24), {}),
     ],
+    indirect=["backend"],
 )
-def test_trees_up_to_ties(backend, num_nodes, flags, env, tmp_path):
-    trees = {"speculative_eagle_topk": NUM_CANDIDATES, "speculative_num_draft_tokens": num_nodes}
-    check_texts(Case(tmp_path, ARCHITECTURES[0], backend), trees | flags, env)
+def test_trees_up_to_ties(backend, flags, env, engines, folder):
+    check_texts(engines, Case(folder, ARCHITECTURES[0], backend), flags, env)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_wrong_drafts_leave_nothing(backend, tmp_path):
-    """Nothing is accepted of any of 512 blocks."""
-    prompts = [hybrid.prompt_of(77, 5)]
-    case = Case(tmp_path, ARCHITECTURES[0], backend)
-    [plain] = case.write(prompts, 513)
+@pytest.mark.group("hybrid-target-cycles")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        CHAINS | {"speculative_adaptive": True},
+        CHAINS | {"disable_cuda_graph": True},
+        trees(32, speculative_adaptive=True),
+        trees(24, disable_cuda_graph=True),
+    ],
+    ids=["adaptive", "eager", "adaptive-trees", "eager-trees"],
+)
+def test_other_cycles(flags, engines, folder):
+    check_texts(engines, Case(folder, ARCHITECTURES[0], "fa3"), flags, {})
 
-    wrong = [token ^ 1 for token in plain["output_ids"]]
-    [[answer]], _ = case.draft([call(prompts, 513)], [wrong], {}, {})
 
-    differs = first_difference(plain, answer)
-    print(f"\n{backend}: identical" if differs is None else f"\n{backend}: {describe_difference(plain, answer)}")
-    if differs is None:
-        assert answer["meta_info"]["spec_verify_ct"] == 512
-    else:
-        assert lead(plain, answer) <= case.tie
+@pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("hybrid-target-{architecture}")
+@pytest.mark.parametrize("flags", [CHAINS, trees(16)], ids=["chains", "trees"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_other_classes(architecture, flags, engines, folder):
+    check_texts(engines, Case(folder, architecture, "fa3"), flags, {})
 
 
 @pytest.mark.gpu

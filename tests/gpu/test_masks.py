@@ -20,6 +20,7 @@ TOLERANCES = {"bfloat16": 2**-6, "float16": 2**-9}
 
 
 @pytest.mark.gpu
+@pytest.mark.group("masks-{backend}")
 @pytest.mark.parametrize(
     ("page_size", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 64), (16, 8, 2, 128), (64, 8, 1, 64)]
 )

@@ -63,7 +63,6 @@ def write_configs(folder: Path) -> dict:
     return {
         "model_path": str(folder / "target"),
         "speculative_algorithm": "DFLASH",
-        "speculative_eagle_topk": 1,
         "speculative_draft_model_path": str(folder / "drafter"),
     }
 
@@ -107,6 +106,8 @@ def assert_served(result: dict) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.group("pool-full")
 def test_full_pool(tmp_path):
     # Sampled requests need the most memory besides the pool. With ignore_eos SGLang would reserve slots for whole
     # answers; without a tokenizer there is no EOS.
@@ -120,6 +121,8 @@ def test_full_pool(tmp_path):
     print(f"\n{described['kv_bytes_per_token']} bytes per token, room for {described['kv_capacity_tokens']} tokens")
     print(f"{result['rounds'][0]['num_retractions']} retractions, {least_free} MiB free at the fullest")
 
+    assert described["candidates_per_position"] == 8
+    assert described["cycle_bytes"]["bigrams"] > 0
     per_layer = 2 * KV_HEADS * HEAD_DIM * 2
     assert described["kv_bytes_per_token"] == {"target": LAYERS * per_layer, "drafter": DRAFT_LAYERS * per_layer}
     assert_served(result)
@@ -147,12 +150,15 @@ FALLBACK = [
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.group("pool-seeded-{is_seeded}")
 @pytest.mark.parametrize("is_seeded", [False, True], ids=["unseeded", "seeded"])
 def test_requests_of_every_kind(tmp_path, is_seeded):
     """256 requests that need SGLang's sampler take more memory than 256 that the graph samples.
 
     They take no more than the memory that was reserved for it when the pool was sized, and what SGLang itself keeps
-    for penalties and biases.
+    for penalties and biases. They are among requests with trees; seeds come with deterministic inference, which
+    excludes trees.
     """
     engine = MANY | ({"enable_deterministic_inference": True, "attention_backend": "fa3"} if is_seeded else {})
     seeds = [{"sampling_seed": i} if is_seeded else {} for i in range(len(FALLBACK))]
@@ -169,6 +175,7 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     counted = {name: num_bytes >> 20 for name, num_bytes in result["described"]["cycle_bytes"].items()}
     print(f"\nMiB counted: {counted}; free at the fullest of each round: {least_free}")
     assert result["running"] == RUNNING
+    assert result["described"]["candidates_per_position"] == (1 if is_seeded else 8)
     assert_served(result)
     for of_round, kinds in zip(result["rounds"][1:], rounds[1:], strict=True):
         lens = zip(of_round["num_logprobs"], of_round["output_lens"])

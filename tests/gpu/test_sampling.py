@@ -3,9 +3,11 @@
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from engines import COMMON
 from support.engine_process import run
 from support.sampled import FIRST, NUM_NEW, SETTINGS, START, TABLE, VOCAB, p_value, write_sampled_pair
 
@@ -19,25 +21,42 @@ ALONE = ("penalties", "repetition, bias and stop")
 NUM_ENGINES = 4
 # One false alarm in 900 runs of this file.
 SIGNIFICANCE = 1e-4
-ENGINE = {
-    "dtype": "bfloat16",
+ENGINE = COMMON | {
     "max_total_tokens": 1_100_000,
     "max_running_requests": NUM_RUNNING,
     "cuda_graph_bs_decode": [32, 128, 256, NUM_RUNNING],
-    "disable_prefill_cuda_graph": True,
+}
+# The drafter's blocks have 4 tokens, and its vocabulary 5.
+SHAPES = {
+    "chains": {"speculative_eagle_topk": 1},
+    "trees": {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8},
 }
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("pair")
     target, drafter = write_sampled_pair(folder)
-    return {
+    return ENGINE | {
         "model_path": str(target),
         "speculative_algorithm": "DFLASH",
-        "speculative_eagle_topk": 1,
         "speculative_draft_model_path": str(drafter),
     }
+
+
+def ask_in_parallel(folder: Path, engines: list[dict], calls: list[list[dict]]) -> list[list]:
+    """Return the answers of several Engines at a time, each to its calls."""
+
+    def ask(number: int) -> list:
+        of_engine = folder / str(number)
+        of_engine.mkdir()
+        answers, described = run(of_engine, engines[number], calls[number])
+        assert described["worker"] == "DFlashWorker"
+        assert described["candidates_per_position"] == engines[number]["speculative_eagle_topk"]
+        return answers
+
+    with ThreadPoolExecutor(len(engines)) as threads:
+        return list(threads.map(ask, range(len(engines))))
 
 
 def call(name: str, num_prompts: int, new_tokens: int) -> dict:
@@ -59,38 +78,32 @@ def continuations(output_ids: list[int]) -> list[list[int]]:
     return found
 
 
-def check(name: str, answers: list[dict]) -> torch.Tensor:
+def check(name: str, shape: str, answers: list[dict]) -> torch.Tensor:
     """Return the continuations in these answers, [continuations, NUM_NEW]; check that they have the distribution."""
     found = [continuations(answer["output_ids"]) for answer in answers]
     tokens = torch.tensor(list(itertools.chain.from_iterable(found)))
     decoded = sum(len(answer["output_ids"]) - 1 for answer in answers)
     cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     p = p_value(SETTINGS[name], tokens)
-    print(f"\n{name}: {len(tokens)} continuations, {decoded / cycles:.2f} tokens per cycle, p = {p:.4f}")
+    print(f"\n{name}, {shape}: {len(tokens)} continuations, {decoded / cycles:.2f} tokens per cycle, p = {p:.4f}")
     assert len(tokens) >= NUM_WANTED
     # Some drafts are accepted and some are refused.
-    assert 1.1 < decoded / cycles < 3.5
+    assert 1.1 < decoded / cycles < (3.5 if shape == "chains" else 3.9)
     assert p > SIGNIFICANCE
     return tokens
 
 
 @pytest.mark.gpu
+@pytest.mark.group("sampling-trees")
 def test_distribution(pair, tmp_path):
     names = [name for name in SETTINGS if name not in ALONE]
-
-    def answers(number: int) -> list[list[dict]]:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        calls = [call(name, NUM_CHAINS, CHAIN_LENGTH) for name in names[number::NUM_ENGINES]]
-        of_calls, described = run(folder, pair | ENGINE, calls)
-        assert described["worker"] == "DFlashWorker"
-        return of_calls
+    of_engines = [names[number::NUM_ENGINES] for number in range(NUM_ENGINES)]
+    calls = [[call(name, NUM_CHAINS, CHAIN_LENGTH) for name in of_engine] for of_engine in of_engines]
+    answers = ask_in_parallel(tmp_path, [pair | SHAPES["trees"]] * NUM_ENGINES, calls)
 
     tokens = {}
-    with ThreadPoolExecutor(NUM_ENGINES) as threads:
-        for number, of_calls in enumerate(threads.map(answers, range(NUM_ENGINES))):
-            of_engine = zip(names[number::NUM_ENGINES], of_calls, strict=True)
-            tokens |= {name: check(name, of_one) for name, of_one in of_engine}
+    for of_engine, of_calls in zip(of_engines, answers, strict=True):
+        tokens |= {name: check(name, "trees", of_call) for name, of_call in zip(of_engine, of_calls, strict=True)}
     # The test would notice if one unlikely draft in a hundred were accepted without a check.
     biased = tokens["temperature 1"].clone()
     biased[::100, 0] = TABLE[FIRST].argmin()
@@ -98,33 +111,26 @@ def test_distribution(pair, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ALONE)
-def test_distribution_of_whole_answers(name, pair, tmp_path):
-    def answers(seed: int) -> list[dict]:
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        engine = pair | ENGINE | {"max_total_tokens": 30_000, "random_seed": seed}
-        return run(folder, engine, [call(name, NUM_WANTED // NUM_ENGINES, 1 + NUM_NEW)])[0][0]
-
-    with ThreadPoolExecutor(NUM_ENGINES) as threads:
-        check(name, list(itertools.chain.from_iterable(threads.map(answers, range(NUM_ENGINES)))))
-
-
-@pytest.mark.gpu
-def test_distribution_without_overlap(pair, tmp_path):
-    calls = [call("temperature 1", NUM_CHAINS, CHAIN_LENGTH)]
-    answers, _ = run(tmp_path, pair | ENGINE | {"disable_overlap_schedule": True}, calls)
-
-    check("temperature 1", answers[0])
+@pytest.mark.group("sampling-answers")
+def test_distribution_of_whole_answers(pair, tmp_path):
+    """These requests have chains where others have trees."""
+    engines = [
+        pair | SHAPES["trees"] | {"max_total_tokens": 30_000, "random_seed": seed} for seed in range(NUM_ENGINES)
+    ]
+    asked = [call(name, NUM_WANTED // NUM_ENGINES, 1 + NUM_NEW) for name in ALONE]
+    answers = ask_in_parallel(tmp_path, engines, [asked] * NUM_ENGINES)
+    for i, name in enumerate(ALONE):
+        check(name, "chains", [answer for of_calls in answers for answer in of_calls[i]])
 
 
 @pytest.mark.gpu
-def test_distribution_of_trees(pair, tmp_path):
+@pytest.mark.group("sampling-chains")
+def test_distribution_of_chains(pair, tmp_path):
+    """With overlap scheduling and without."""
     names = ["temperature 1", "top_k and top_p"]
-    trees = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
+    chains = pair | SHAPES["chains"]
     calls = [call(name, NUM_CHAINS, CHAIN_LENGTH) for name in names]
-    answers, described = run(tmp_path, pair | ENGINE | trees, calls)
-
-    assert (described["block_size"], described["verified_rows"]) == (4, 8)
-    for name, of_one in zip(names, answers, strict=True):
-        check(name, of_one)
+    answers = ask_in_parallel(tmp_path, [chains, chains | {"disable_overlap_schedule": True}], [calls, calls[:1]])
+    for of_calls in answers:
+        for name, of_call in zip(names, of_calls):
+            check(name, "chains", of_call)

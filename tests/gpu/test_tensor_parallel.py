@@ -9,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from serving import REQUEST_SECONDS, Pair, ServerKeeper, Settings
-from support.ties import count_identical
-from transformers import AutoTokenizer
+from support.ties import compare, tokens_per_cycle
 
-from models.tiny import TARGET_DIR, load_prompts
-
-# Tokens per cycle of one rank (scripts/results/tiny_pair.md).
-ACCEPT_LENGTH = 4.33
 # As in test_tiny_pair.py.
 TIE = 0.25
+# Tokens per cycle of one rank, and identical texts of 60.
+USUAL = {"chains": (4.33, 40), "trees": (5.27, 30)}
 
 FLAGS = (
     ("device", "cuda"),
@@ -45,15 +42,17 @@ KINDS = [
 NUM_REQUESTS = 500
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"tp{ranks}")
+@pytest.fixture(scope="module", params=["2-trees", "2-chains", "4-trees"])
 def servers(request, tmp_path_factory):
     """Two servers on the same GPUs, with DFLASH and without."""
-    ranks = request.param
-    if torch.cuda.device_count() < ranks:
+    ranks, shape = request.param.split("-")
+    if torch.cuda.device_count() < int(ranks):
         pytest.skip(f"needs {ranks} GPUs")
-    keeper = ServerKeeper(tmp_path_factory.mktemp(f"tp{ranks}"))
-    chains = (("speculative-eagle-topk", 1),)
-    yield keeper.pair(Settings(f"tp{ranks}", flags=(("tp-size", ranks), *FLAGS), dflash_flags=chains, env=ENV))
+    keeper = ServerKeeper(tmp_path_factory.mktemp(f"tp{request.param}"))
+    # Trees are the default.
+    chains = (("speculative-eagle-topk", 1),) if shape == "chains" else ()
+    flags = (("tp-size", int(ranks)), *FLAGS)
+    yield keeper.pair(Settings(request.param, flags=flags, dflash_flags=chains, env=ENV))
     keeper.stop()
 
 
@@ -65,30 +64,28 @@ def pair(servers):
     servers.ask(lambda server: server.wait_until_empty())
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    return [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
-
-
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.group("tensor-parallel-{servers}")
 def test_lossless_and_acceptance(pair: Pair, prompts):
     requests = [{"input_ids": prompt, "max_new_tokens": 128, "ignore_eos": True} for prompt in prompts]
     with_best = [request | {"return_logprob": True, "top_logprobs_num": 2} for request in requests]
 
     dflash, plain = pair.ask(lambda server: server.generate_concurrently(requests if server.dflash else with_best))
 
-    for answer in plain:
-        answer["top2"] = [[entry[0] for entry in best] for best in answer["meta_info"]["output_top_logprobs"]]
-    identical = count_identical(plain, dflash, TIE)
-    cycles = sum(answer["meta_info"]["spec_verify_ct"] for answer in dflash)
-    accept_length = sum(len(answer["output_ids"]) - 1 for answer in dflash) / cycles
-    ranks = pair.dflash.get("/server_info")["tp_size"]
-    print(f"\ntp {ranks}: {identical} of {len(dflash)} identical, {accept_length:.3f} tokens per cycle")
-    assert accept_length == pytest.approx(ACCEPT_LENGTH, rel=0.05)
+    compared, rate = compare(plain, dflash), tokens_per_cycle(dflash)
+    name, (usual_rate, usual_identical) = pair.dflash.settings.name, USUAL[pair.dflash.settings.name.split("-")[1]]
+    described = pair.dflash.internal_state()["sglang_dflash"]
+    assert described["candidates_per_position"] == (8 if name.endswith("trees") else 1)
+    print(f"\ntp {name}: {compared}, {rate:.3f} tokens per cycle")
+    compared.assert_ties(TIE)
+    compared.assert_floor(usual_identical)
+    assert rate == pytest.approx(usual_rate, rel=0.05 if name.endswith("chains") else 0.15)
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.group("tensor-parallel-{servers}")
 def test_500_mixed_requests(pair: Pair, prompts):
     """Ranks that choose different tokens would also use different lengths, and wait for each other forever."""
 

@@ -1,25 +1,19 @@
-"""The tiny and the hybrid pair on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs equal eager."""
+"""The tiny pair on a GPU in bf16: lossless up to ties, acceptance as on a CPU, graphs equal eager cycles.
 
-import json
-import os
-import subprocess
-import sys
+Engines of a backend, with trees and with chains, serve all of it.
+"""
+
 from collections import defaultdict
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from support.plugins import python_path
-from support.ties import count_identical
+from engines import BACKENDS, GRAPH_SIZES, ON_CPU, EngineConfig, Engines, greedy, tiny
+from support.ties import Comparison, compare, tokens_per_cycle
 
-HERE = Path(__file__).parent
-BACKENDS = ["fa3", "flashinfer", "triton"]
-
-# Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens.
-CPU_ACCEPT_LENGTH = 4.334
-# The same in trees of 16 nodes with 8 candidates per position (scripts/results/tiny_pair_trees_cpu.md).
-CPU_TREE_ACCEPT_LENGTH = 6.04
-# The same for the hybrid pair (scripts/results/hybrid_pair.md).
-HYBRID_CPU_ACCEPT_LENGTH = 2.597
+NEW_TOKENS = 128
+# Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens. In trees
+# of 16 nodes with 8 candidates per position: scripts/results/tiny_pair_trees_cpu.md.
+CPU_TOKENS_PER_CYCLE = {"chains": 4.334, "trees": 6.04}
 
 # Two logits this close may change places. The target's logits reach 32 to 64, where neighbouring bf16 numbers are 0.25
 # apart, and verification runs more rows at a time than decoding.
@@ -27,160 +21,267 @@ TIE = 0.25
 # If bf16's rounding moves a key or a value across a boundary of fp8, the step is up to an eighth.
 FP8_TIE = 0.5
 
+# Usual numbers of identical texts, of 60 (scripts/results/gpu_tests_h100_2026-11-22.md).
+USUAL = {
+    ("fa3", "chains"): 60,
+    ("flashinfer", "chains"): 45,
+    ("triton", "chains"): 49,
+    ("fa3", "trees"): 44,
+    ("flashinfer", "trees"): 36,
+    ("triton", "trees"): 36,
+}
 
-def generate(tmp_path: Path, backend: str, draft_backend: str, *flags: str, env=None) -> dict:
-    output = tmp_path / f"{backend}-{draft_backend}.json"
-    command = [sys.executable, HERE / "generate.py", backend, draft_backend, output, *flags]
-    run = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(output.read_text())
-
-
-def varied(results: list[dict]) -> list[dict]:
-    """Cut answers to the lengths of `--varied-lengths`."""
-    return [result | {"output_ids": result["output_ids"][: 16 * (1 + i % 8)]} for i, result in enumerate(results)]
-
-
-@pytest.fixture
-def plain(shared, tmp_path):
-    def of(backend: str, *flags: str) -> dict:
-        """Return what the target writes alone."""
-        return shared.get("-".join(("tiny-pair", backend, *flags)), lambda: generate(tmp_path, backend, "none", *flags))
-
-    return of
+BOTH = [
+    pytest.mark.parametrize("shape", ["chains", "trees"], indirect=True),
+    pytest.mark.parametrize("backend", BACKENDS, indirect=True),
+]
 
 
-def generate_checked(tmp_path: Path, plugin: str, *args: str) -> tuple[dict, list[dict]]:
-    """Generate with one of the test plugins, which writes one record per line."""
-    records = tmp_path / "records.jsonl"
-    env = {
-        "PYTHONPATH": python_path(plugin),
-        f"{plugin.upper()}_RECORDS": str(records),
-    }
-    output = generate(tmp_path, *args, env=env)
-    return output, [json.loads(line) for line in records.read_text().splitlines()]
+def on_each_backend(test):
+    """Run a test with trees and with chains on each backend, in the group of the backend."""
+    for mark in (*BOTH, pytest.mark.gpu, pytest.mark.rehearsed, pytest.mark.group("tiny-{backend}")):
+        test = mark(test)
+    return test
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "draft_backend"), [*zip(BACKENDS, BACKENDS), ("fa3", "triton")])
-def test_lossless_and_acceptance(backend, draft_backend, plain, tmp_path):
-    dflash = generate(tmp_path, backend, draft_backend)
-    assert dflash["worker"]["draft_attention_backend"] == draft_backend
-    assert dflash["worker"]["candidates_per_position"] == 1
-    check_answers(f"{backend}, drafter {draft_backend}", plain(backend), dflash, CPU_ACCEPT_LENGTH)
+def plain(backend: str) -> EngineConfig:
+    """Return the Engine without speculation that others are compared with."""
+    return tiny(f"tiny-{backend}-plain", attention_backend=backend)
 
 
-@pytest.mark.gpu
-def test_every_flag_at_its_default(plain, tmp_path):
-    """Drafts are verified in trees with as many nodes as a block has tokens."""
-    dflash = generate(tmp_path, "default", "default")
-    worker = dflash["worker"]
-    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
-    check_answers("every flag at its default", plain("default"), dflash, CPU_TREE_ACCEPT_LENGTH)
+def served(backend: str, shape: str) -> EngineConfig:
+    config = tiny(f"tiny-{backend}-{shape}", shape, attention_backend=backend)
+    return replace(config, plugins=("graph_check", "sync_check"))
 
 
-@pytest.mark.gpu
-def test_prompts_in_one_graph(plain, tmp_path):
-    """Hidden states of prompts come from padded batches (`--cuda-graph-backend-prefill full`)."""
-    dflash = generate(tmp_path, "fa3", "fa3", "--prefill-graphs", "full")
-    check_answers("fa3, prefills in one graph", plain("fa3"), dflash, CPU_ACCEPT_LENGTH)
+def pair_calls(prompts: list[list[int]]) -> list[dict]:
+    """Return calls for long answers to all prompts, 8 at a time."""
+    prompts = prompts[:16] if ON_CPU else prompts
+    return [greedy(prompts[i : i + 8], NEW_TOKENS, flush=i == 0) for i in range(0, len(prompts), 8)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_hybrid_pair(backend, plain, tmp_path):
-    """The target has recurrent layers, and the drafter was trained for it."""
-    flags = ("--pair", "hybrid")
-    dflash = generate(tmp_path, backend, backend, *flags)
-    # Its texts differ from the CPU's earlier than the tiny pair's, and other texts have another acceptance.
-    check_answers(f"hybrid pair, {backend}", plain(backend, *flags), dflash, HYBRID_CPU_ACCEPT_LENGTH, rel=0.06)
+def varied_calls(prompts: list[list[int]], drawn: dict | None = None) -> list[dict]:
+    """Return the same calls with answers of 16 to 128 tokens: the running batch gets every size.
+
+    Args:
+        drawn: sampling parameters of every second request.
+    """
+    calls = pair_calls(prompts)
+    for call in calls:
+        for i, sampling in enumerate(call["sampling_params"]):
+            sampling["max_new_tokens"] = 16 * (1 + i % 8)
+            sampling |= drawn or {} if i % 2 else {}
+    return calls
 
 
-def check_answers(name: str, plain: dict, dflash: dict, accept_length: float, rel: float = 0.03) -> None:
-    assert plain["worker"] is None and dflash["worker"]["worker"] == "DFlashWorker"
-    same = count_identical(plain["results"], dflash["results"], TIE)
-    cycles = sum(result["verify_ct"] for result in dflash["results"])
-    tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
-    print(f"\n{name}: {same} of {len(plain['results'])} identical, {tokens / cycles:.3f} tokens per cycle")
-    assert len(plain["results"]) >= 50
-    assert tokens / cycles == pytest.approx(accept_length, rel=rel)
+def flat(of_calls: list[list[dict]]) -> list[dict]:
+    return [answer for answers in of_calls for answer in answers]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_replay_equals_eager(backend, window, tmp_path):
-    flags = [] if window is None else ["--draft-window", str(window)]
-    _, records = generate_checked(tmp_path, "graph_check", backend, backend, "--varied-lengths", *flags)
+def usual(comparison: Comparison, number: int) -> int:
+    """Return the usual number of identical texts, for as many as there are. On a CPU there are fewer."""
+    return number * comparison.total // 60
+
+
+def check_texts(engines: Engines, config: EngineConfig, of_plain: list, calls: list[dict]) -> tuple[Comparison, float]:
+    """Return the comparison of texts, and tokens per cycle."""
+    answers = flat(engines.ask(config, calls))
+    compared, rate = compare(of_plain, answers), tokens_per_cycle(answers)
+    print(f"\n{config}: {compared}, {rate:.3f} tokens per cycle")
+    return compared, rate
+
+
+@on_each_backend
+def test_lossless_and_acceptance(backend, shape, engines, prompts):
+    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    described = engines.describe(served(backend, shape))
+    assert described["worker"] == "DFlashWorker"
+    assert described["verified_rows"] == 16
+    assert described["candidates_per_position"] == (8 if shape == "trees" else 1)
+    assert ON_CPU or described["draft_attention_backend"] == backend
+
+    compared, rate = check_texts(engines, served(backend, shape), of_plain, pair_calls(prompts))
+
+    compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL[backend, shape]))
+    if not ON_CPU:
+        # Other texts than the CPU's have another acceptance; trees of fa3 had 5.27 when 44 of 60 were identical.
+        assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE[shape], rel=0.03 if shape == "chains" else 0.15)
+
+
+@on_each_backend
+def test_replay_equals_eager(backend, shape, engines, prompts):
+    with engines.checking(served(backend, shape), "graph_check") as records:
+        engines.ask(served(backend, shape), varied_calls(prompts))
+    check_replays(f"{backend}, {shape}", shape, records)
+
+
+def check_replays(name: str, shape: str, records: list[dict]) -> None:
     seen = defaultdict(list)
     for entry in records:
         seen[entry["stage"], entry["bs"], entry["graph_bs"]].append(entry)
-    padded = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
+    padded = {bs: min(size for size in GRAPH_SIZES if size >= bs) for bs in range(1, 9)}
     assert set(seen) == {(stage, *sizes) for stage in ("draft", "verify") for sizes in padded.items()}
-    for key, entries in sorted(seen.items()):
+    for stage in ("draft", "verify"):
+        entries = [entry for key, of_key in seen.items() if key[0] == stage for entry in of_key]
         worst = max(entry["hidden_error"] or 0.0 for entry in entries)
         wrong = sum(entry["different_tokens"] for entry in entries) / sum(entry["tokens"] for entry in entries)
-        print(f"\n{backend} {key}: {len(entries)} cycles, hidden error {worst:.1e}, tokens apart {wrong:.2%}")
+        print(f"\n{name}, {stage}: {len(entries)} cycles, hidden error {worst:.1e}, tokens apart {wrong:.2%}")
         # bf16 rounding, if a planner splits the same attention differently. A wrong mask or slot exceeds it by far.
         assert worst < 2e-2
-        assert wrong < 1e-2
+        # Of trees, another order of two candidates changes nodes.
+        assert wrong < (5e-2 if (stage, shape) == ("draft", "trees") else 1e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
-def test_host_does_not_wait(backend, plain, tmp_path):
+@on_each_backend
+def test_host_does_not_wait(backend, shape, engines, prompts):
     """No replayed cycle waits for the GPU, for any batch size, and checking does not change the text."""
-    plain = plain(backend)
-    dflash, cycles = generate_checked(tmp_path, "sync_check", backend, backend, "--varied-lengths")
-    same = count_identical(varied(plain["results"]), dflash["results"], TIE)
-    print(f"\n{backend}: {len(cycles)} cycles without a wait, {same} of {len(plain['results'])} identical")
-    # Up to 8 requests share a cycle, and the first 8 cycles are not checked.
-    assert len(cycles) >= sum(result["verify_ct"] for result in dflash["results"]) / 8 - 8
+    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    with engines.checking(served(backend, shape), "sync_check") as cycles:
+        compared, _ = check_texts(engines, served(backend, shape), of_plain, varied_calls(prompts))
+    compared.assert_ties(TIE)
+    print(f"\n{len(cycles)} cycles without a wait")
     assert {cycle["bs"] for cycle in cycles} == set(range(1, 9))
-    assert all(cycle["replayed"] and cycle["waits_are_noticed"] for cycle in cycles)
+    assert all(cycle["replayed"] for cycle in cycles)
+    assert ON_CPU or all(cycle["waits_are_noticed"] for cycle in cycles)
 
 
-@pytest.mark.gpu
-def test_sampled_requests_are_drawn_in_the_graph(tmp_path):
+@on_each_backend
+def test_sampled_requests_are_drawn_in_the_graph(backend, shape, engines, prompts):
     """Greedy requests are in the same batch. test_sampling.py tests the distribution."""
-    dflash, cycles = generate_checked(tmp_path, "sync_check", "flashinfer", "flashinfer", "--sampled")
+    drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
+    calls = pair_calls(prompts)
+    for call in calls:
+        for sampling in call["sampling_params"][1::2]:
+            sampling |= drawn
+    with engines.checking(served(backend, shape), "sync_check") as cycles:
+        answers = flat(engines.ask(served(backend, shape), calls))
     assert cycles
     assert all(cycle["replayed"] and cycle["plain"] for cycle in cycles)
-    # The acceptance on a CPU with the same prompts and SGLang's own sampler; other texts are about as hard to draft.
-    # Sampled texts vary most: five seeds gave 1.70 to 1.95 there, and a text that repeats is easy.
-    for kind, first, cpu_accept_length, tolerance in (("greedy", 0, 4.83, 0.1), ("sampled", 1, 1.80, 0.25)):
-        results = dflash["results"][first::2]
-        cycles = sum(result["verify_ct"] for result in results)
-        tokens = sum(len(result["output_ids"]) - 1 for result in results)
-        print(f"\n{kind}: {tokens / cycles:.3f} tokens per cycle")
-        assert tokens / cycles == pytest.approx(cpu_accept_length, rel=tolerance)
+    rates = {"greedy": tokens_per_cycle(answers[::2]), "sampled": tokens_per_cycle(answers[1::2])}
+    print(f"\n{backend}, {shape}: {rates} tokens per cycle")
+    # The acceptance of chains on a CPU with the same prompts and SGLang's own sampler; other texts are about as hard to
+    # draft. Sampled texts vary most: five seeds gave 1.70 to 1.95 there, and a text that repeats is easy.
+    if shape == "chains" and not ON_CPU:
+        assert rates["greedy"] == pytest.approx(4.83, rel=0.1)
+        assert rates["sampled"] == pytest.approx(1.80, rel=0.25)
+    assert rates["sampled"] > 1.3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fewer_rows_verified(backend, plain, tmp_path):
+@pytest.mark.rehearsed
+@pytest.mark.group("tiny-planted")
+@pytest.mark.parametrize("error", ["sibling", "key"])
+def test_floor_notices_a_planted_error(error, engines, prompts):
+    """Nodes of trees see one sibling, or each sees one key too many."""
+    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    config = tiny(f"tiny-planted-{error}", "trees", attention_backend="fa3")
+    config = replace(config, plugins=("planted_error",), env={"PLANTED_ERROR": error})
+    compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
+    with pytest.raises(AssertionError, match="usually"):
+        compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("tiny-window")
+@pytest.mark.parametrize(
+    ("backend", "shape"), [("fa3", "trees"), ("flashinfer", "trees"), ("triton", "chains")], indirect=True
+)
+def test_draft_window(backend, shape, engines, prompts):
+    """The drafter sees the last 50 tokens."""
+    config = tiny(f"tiny-window-{backend}", shape, attention_backend=backend, speculative_draft_window_size=50)
+    config = replace(config, plugins=("graph_check",))
+    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
+    compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL[backend, shape]))
+    with engines.checking(config, "graph_check") as records:
+        engines.ask(config, varied_calls(prompts))
+    check_replays(f"window, {backend}, {shape}", shape, records)
+
+
+@pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("tiny-planted")
+def test_drafter_on_another_backend(engines, prompts):
+    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    config = tiny("tiny-fa3-triton", "trees", attention_backend="fa3", speculative_draft_attention_backend="triton")
+    assert ON_CPU or engines.describe(config)["draft_attention_backend"] == "triton"
+    compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
+    compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.group("tiny-default")
+def test_every_flag_at_its_default(engines, prompts):
+    """Drafts are verified in trees with as many nodes as a block has tokens. Prompts are prefilled in graphs."""
+    config = tiny("tiny-default", "trees")
+    defaults = {name: config.arguments[name] for name in ("model_path", "speculative_algorithm")}
+    defaults["speculative_draft_model_path"] = config.arguments["speculative_draft_model_path"]
+    # Other engines share the GPU.
+    config = replace(config, arguments=defaults | {"max_total_tokens": 60_000})
+    worker = engines.describe(config)
+    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
+    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
+    compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
+    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE["trees"], rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.group("tiny-default")
+def test_prompts_in_one_graph(engines, prompts):
+    """Hidden states of prompts come from padded batches (`--cuda-graph-backend-prefill full`)."""
+    sizes = {"cuda_graph_backend_prefill": "full", "cuda_graph_bs_prefill": [64, 128, 256, 512, 1024, 2048]}
+    config = tiny("tiny-full", "trees", attention_backend="fa3", **sizes)
+    arguments = {name: value for name, value in config.arguments.items() if name != "disable_prefill_cuda_graph"}
+    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    compared, rate = check_texts(engines, replace(config, arguments=arguments), of_plain, pair_calls(prompts))
+    compared.assert_ties(TIE)
+    # Chains with such prefills had 53.
+    compared.assert_floor(usual(compared, USUAL["flashinfer", "trees"]))
+    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE["trees"], rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.rehearsed
+@pytest.mark.group("tiny-adaptive-{shape}")
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [("fa3", "chains"), ("flashinfer", "chains"), ("fa3", "trees"), ("triton", "trees")],
+    indirect=True,
+)
+def test_fewer_tokens_verified(backend, shape, engines, prompts):
     """Every draft length is used in turn (`--speculative-adaptive`)."""
-    plain = plain(backend)
-    dflash, cycles = generate_checked(tmp_path, "width_check", backend, backend, "--varied-lengths", "--adaptive")
-    same = count_identical(varied(plain["results"]), dflash["results"], TIE)
-    print(f"\n{backend}: {same} of {len(plain['results'])} identical, {dflash['worker']['blocks_by_verified_rows']}")
+    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    config = tiny(f"tiny-{backend}-adaptive-{shape}", shape, attention_backend=backend, speculative_adaptive=True)
+    config = replace(config, plugins=("width_check",))
+    with engines.checking(config, "width_check") as cycles:
+        compared, _ = check_texts(engines, config, of_plain, varied_calls(prompts))
+    compared.assert_ties(TIE)
+    print(f"\n{engines.describe(config)['blocks_by_verified_rows']}")
     widths = {(cycle["bs"], cycle["width"]) for cycle in cycles}
-    assert widths == {(bs, width) for bs in range(1, 9) for width in (1, 4, 8, 12, 16)}
+    lengths = (1, 4, 8, 12, 16) if shape == "chains" else (1, 4, 8, 16)
+    assert widths == {(bs, width) for bs in range(1, 9) for width in lengths}
     assert all(cycle["replayed"] for cycle in cycles)
 
 
 @pytest.mark.gpu
-def test_fp8_kv(plain, tmp_path):
+@pytest.mark.group("tiny-fp8-kv")
+@pytest.mark.parametrize("shape", ["chains", "trees"], indirect=True)
+def test_fp8_kv(shape, engines, prompts):
     """Keys and values of target and drafter have one byte each.
 
     The text is the target's own with such KV, and acceptance is as good as in bf16.
     """
-    flags = ("--kv-cache-dtype", "fp8_e4m3")
-    plain, dflash = plain("triton", *flags), generate(tmp_path, "triton", "triton", *flags)
-    assert dflash["worker"]["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}
-    same = count_identical(plain["results"], dflash["results"], FP8_TIE)
-    cycles = sum(result["verify_ct"] for result in dflash["results"])
-    tokens = sum(len(result["output_ids"]) - 1 for result in dflash["results"])
-    print(f"\nfp8 KV: {same} of {len(plain['results'])} identical, {tokens / cycles:.3f} tokens per cycle")
-    assert same >= len(plain["results"]) / 3
-    assert tokens / cycles == pytest.approx(CPU_ACCEPT_LENGTH, rel=0.05)
+    flags = {"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3"}
+    of_plain = flat(engines.reference(tiny("tiny-fp8-kv-plain", **flags), pair_calls(prompts)))
+    config = tiny(f"tiny-fp8-kv-{shape}", shape, **flags)
+    assert engines.describe(config)["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}
+    compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
+    compared.assert_ties(FP8_TIE)
+    compared.assert_floor(29 if shape == "chains" else 24)
+    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE[shape], rel=0.05 if shape == "chains" else 0.15)

@@ -1,7 +1,7 @@
 """Test plugin: run every replayed cycle again without graphs, and record how much the two differ.
 
-`support.plugins` installs it. Running a forward again writes the same KV to the same slots. Only the drafter's context
-must be appended once more.
+`support.plugins` installs it. `GRAPH_CHECK_RECORDS` names a file for the records; cycles are checked while it exists.
+The second run begins with the state of before the replay. Afterwards everything is as the replay left it.
 """
 
 import json
@@ -14,6 +14,7 @@ RECORDS = os.environ.get("GRAPH_CHECK_RECORDS")
 
 
 def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
+    """Write a record; `replayed` and `eager` are numbers that should be equal, of any number of requests."""
     entry = {
         "stage": stage,
         "bs": forward_batch.batch_size,
@@ -24,6 +25,24 @@ def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
     }
     with open(RECORDS, "a") as f:
         f.write(json.dumps(entry) + "\n")
+
+
+def saved(tensors):
+    """Return a function that gives tensors the values that they have now."""
+    copies = [tensor.clone() for tensor in tensors]
+
+    def restore():
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+    return restore
+
+
+def buffers_of(pool):
+    """Return all tensors of a target's KV pool."""
+    # Recurrent and sliding layers have pools of their own.
+    parts = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
+    return [buffer for part in parts for buffer in (*part.k_buffer, *part.v_buffer)]
 
 
 def register():
@@ -41,38 +60,86 @@ def register():
         init_cuda_graphs(worker)
 
     def run_twice(worker, forward_batch, can_run_cuda_graph=False):
-        begun = forward_batch.input_ids.clone()
-        output = verify(worker, forward_batch, can_run_cuda_graph)
-        if not can_run_cuda_graph:
-            return output
-        runner, cycle = worker.target_worker.model_runner, worker._built.cycle
-        graphs = runner.decode_cuda_graph_runner
-        replay, drafted = graphs.output(forward_batch, output, has_grammar=False), forward_batch.input_ids.clone()
-        accepted = replay.accepted
+        if not can_run_cuda_graph or not os.path.exists(RECORDS):
+            return verify(worker, forward_batch, can_run_cuda_graph)
+        runner, cycle, bigrams = worker.target_worker.model_runner, worker._built.cycle, worker._built.bigrams
+        graphs, bs = runner.decode_cuda_graph_runner, forward_batch.batch_size
+        # As `_run_cycle` got it from `graphs.inputs`.
+        block = graphs._inputs[bs].block
+        # What a cycle reads and changes, besides the slots of its own tokens.
+        changed = [] if bigrams is None else [bigrams.tables]
+        states = cycle._states
+        if states is not None:
+            changed += [states._states.conv, states._states.temporal]
+        begin_again, begun = saved(changed), block.input_ids.clone()
 
-        block = graphs.inputs(forward_batch.batch_size).block
+        output = verify(worker, forward_batch, can_run_cuda_graph)
+        replay = graphs.output(forward_batch, output, has_grammar=False)
+        rows = (forward_batch.input_ids, forward_batch.positions)
+        tokens, positions = (tensor.clone() for tensor in rows)
+        keep_results = saved([*changed, *buffers_of(runner.token_to_kv_pool), forward_batch.input_ids])
+        advanced = [tensor.clone() for tensor in changed]
+
+        begin_again()
         backend = worker.draft_model_runner.attn_backend
         eagerly = EagerExecutor(backend, False, worker._verify)
-        # The drafts are in the memory of the block's tokens.
         drafts = cycle._draft(forward_batch, replace(block, input_ids=begun), eagerly)
-        drafted_again = drafts.block_tokens.view(-1)
-        record("draft", forward_batch, graphs.bs, drafted, drafted_again, None)
+        if drafts.trees is None:
+            # The chain that was verified is verified again.
+            nodes, again = tokens, drafts.block_tokens.view(-1)
+            is_same = torch.ones(bs, dtype=torch.bool, device=tokens.device)
+        else:
+            # Nodes in any order. The new trees are verified, and the results of trees that are the same are compared.
+            nodes, again = (
+                ((place << 32) + node).view(bs, -1).sort(dim=1).values
+                for place, node in ((positions, tokens), (forward_batch.positions, forward_batch.input_ids))
+            )
+            is_same = torch.stack([tokens == forward_batch.input_ids, positions == forward_batch.positions])
+            is_same = is_same.view(2, bs, -1).all(dim=2).all(dim=0)
+        record("draft", forward_batch, graphs.bs, nodes, again, None)
 
-        same_block = replace(forward_batch, input_ids=drafted)
+        if drafts.trees is None:
+            forward_batch.input_ids.copy_(tokens)
+        same_batch = replace(forward_batch)
         of_graphs = runner.attn_backend
         runner.decode_cuda_graph_runner, runner.attn_backend = None, own_attention[worker]
         try:
-            eager = verify(worker, same_block)
+            with cycle.verification.attending_eagerly():
+                eager = verify(worker, same_batch)
         finally:
             runner.decode_cuda_graph_runner, runner.attn_backend = graphs, of_graphs
-        target_tokens = cycle._choose(eager, block, in_shards=False)
-        accepted_again = cycle.verification.accept(same_block, block, drafts, eager, target_tokens).accepted
-        replayed_hidden, eager_hidden = (out.hidden_states.float() for out in (output, eager))
-        hidden_error = float((replayed_hidden - eager_hidden).norm() / eager_hidden.norm())
-        record("verify", forward_batch, graphs.bs, accepted.out_tokens, accepted_again.out_tokens, hidden_error)
+        target_tokens = cycle._choose(same_batch, eager, block, in_shards=False)
+        verified = cycle.verification.accept(same_batch, block, drafts, eager, target_tokens)
+        if states is not None:
+            states.commit(
+                same_batch.req_pool_indices,
+                same_batch.seq_lens,
+                verified.accepted.accept_lens,
+                verified.paths,
+                block.is_plain,
+            )
+        errors = [0.0]
+        if is_same.any():
+            errors = [distance(*of_same(is_same, output.hidden_states, eager.hidden_states))]
+            if states is not None and is_same.all():
+                errors += [
+                    distance(tensor, copy) for tensor, copy in zip(changed, advanced) if copy.is_floating_point()
+                ]
+        accepted = of_same(is_same, replay.accepted.out_tokens, verified.accepted.out_tokens)
+        record("verify", forward_batch, graphs.bs, *accepted, max(errors))
 
-        cycle.append_fallback(replay, torch.arange(len(accepted.accept_lens), device=worker.device))
-        torch.cuda.synchronize()
+        keep_results()
+        # The second run has drafted into the context.
+        features, _ = cycle.split_hidden_states(replay.verified.hidden_states)
+        slots = cycle.verification.context_slots(forward_batch, block, cycle.draft_runner)
+        cycle._context.write(features, block.positions, slots, replay.accepted.accept_lens)
+        torch.get_device_module(worker.device).synchronize()
         return output
+
+    def of_same(is_same, *tensors):
+        return [tensor.unflatten(0, (len(is_same), -1))[is_same] for tensor in tensors]
+
+    def distance(mine, expected):
+        return float((mine.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-20))
 
     DFlashWorker._verify, DFlashWorker.init_cuda_graphs = run_twice, remember_attention

@@ -1,6 +1,7 @@
 """Test plugin: a decode cycle in which the host waits for the GPU ends the server; other cycles are recorded.
 
-`support.plugins` installs it. Only the worker's step is checked, because the scheduler has to wait for results.
+`support.plugins` installs it. `SYNC_CHECK_RECORDS` names a file for the records; cycles are checked while it exists.
+Only the worker's step is checked, because the scheduler has to wait for results.
 """
 
 import functools
@@ -24,6 +25,12 @@ def is_noticed(tensor: torch.Tensor) -> bool:
     return False
 
 
+def raise_on_waits(mode: str) -> None:
+    # Nothing waits for a CPU.
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def register():
     if RECORDS is None:
         return
@@ -34,16 +41,16 @@ def register():
 
     @functools.wraps(step)
     def checked(worker, batch, *args, **kwargs):
-        if not batch.forward_mode.is_decode() or next(cycles) < WARM_UP:
+        if not os.path.exists(RECORDS) or not batch.forward_mode.is_decode() or next(cycles) < WARM_UP:
             return step(worker, batch, *args, **kwargs)
         bs = batch.batch_size()
-        torch.cuda.set_sync_debug_mode("error")
+        raise_on_waits("error")
         try:
             entry = {"bs": bs, "waits_are_noticed": is_noticed(batch.seq_lens)}
             entry["plain"] = not worker._loaded.sampler.needs_fallback(batch)
             result = step(worker, batch, *args, **kwargs)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            raise_on_waits("default")
         entry["replayed"] = result.can_run_cuda_graph
         with open(RECORDS, "a") as f:
             f.write(json.dumps(entry) + "\n")

@@ -1,6 +1,6 @@
 """Test plugin: the cycles of a batch size take every draft length in turn, and each cycle is recorded.
 
-`support.plugins` installs it.
+`support.plugins` installs it. `WIDTH_CHECK_RECORDS` names a file for the records, which are written while it exists.
 """
 
 import functools
@@ -42,7 +42,7 @@ def register():
     def recorded(worker, batch, *args, **kwargs):
         is_cycle, bs = batch.forward_mode.is_decode(), batch.batch_size()
         result = step(worker, batch, *args, **kwargs)
-        if is_cycle:
+        if is_cycle and os.path.exists(RECORDS):
             width, replayed = result.speculative_num_draft_tokens, result.can_run_cuda_graph
             with open(RECORDS, "a") as f:
                 f.write(json.dumps({"bs": bs, "width": width, "replayed": replayed}) + "\n")

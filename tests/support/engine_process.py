@@ -1,6 +1,8 @@
-"""Answers of an Engine that runs in another process, because SGLang keeps state per process.
+"""An Engine in another process, because SGLang keeps state per process. It answers calls until it is stopped.
 
-usage: engine_process.py REQUEST RESULT; both are JSON files, see `run`.
+usage: engine_process.py ARGUMENTS SOCKET
+    ARGUMENTS: JSON file with the arguments of `sglang.Engine`.
+    SOCKET: name of a Unix socket, which exists once the Engine serves.
 """
 
 from __future__ import annotations
@@ -8,31 +10,101 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
+import time
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
+START_SECONDS, CALL_SECONDS = 400, 300
 
-def run(folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | None = None) -> tuple[list, dict | None]:
-    """Start an Engine in another process, send it requests, and return its answers.
+
+class EngineProcess:
+    """An Engine that another process runs.
+
+    Attributes:
+        folder: has its files, among them `stderr`.
+    """
+
+    def __init__(self, arguments: dict, env: dict[str, str] | None = None, folder: Path | None = None) -> None:
+        """Begin to start an Engine. The first call waits until it serves.
+
+        Args:
+            arguments: of `sglang.Engine`.
+            env: environment variables.
+            folder: an empty one; None for a temporary one.
+        """
+        # Imported here because the program, which is this file too, does not need it.
+        from support import processes
+
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="engine-"))
+        # A socket's name has at most 107 characters, and folders of tests may have longer ones.
+        self._address = Path(tempfile.mkdtemp(prefix="engine-")) / "socket"
+        written = self.folder / "arguments.json"
+        written.write_text(json.dumps(arguments))
+        self._stderr = self.folder / "stderr"
+        program = [__file__, str(written), str(self._address)]
+        self._process = processes.start(program, env or {}, self.folder / "stdout", self._stderr)
+        self._connection = None
+
+    def ask(self, calls: list[dict], timeout: float = CALL_SECONDS) -> tuple[list, dict | None]:
+        """Make calls one after another.
+
+        Args:
+            calls: arguments of `Engine.generate` with a list of prompts. "flush": true empties the radix cache first.
+                "abort" lists the prompts to abort once a part of their answer is there. "method" names another method
+                of the Engine.
+            timeout: of all calls together, in seconds.
+
+        Returns:
+            For each call a list of answers, each `{"output_ids", "meta_info"}`; of another method, what it returns. And
+            DFLASH's part of `/server_info`.
+        """
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.send(calls)
+        assert self._connection.poll(timeout), f"no answer after {timeout} s\n{self.log_tail()}"
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise AssertionError(f"the Engine has ended\n{self.log_tail()}") from None
+
+    def _connect(self):
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return Client(str(self._address))
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert self._process.is_running(), f"the Engine did not start\n{self.log_tail()}"
+                assert time.monotonic() < deadline, f"the Engine does not serve\n{self.log_tail()}"
+                time.sleep(0.1)
+
+    def log_tail(self) -> str:
+        return self._stderr.read_text(errors="replace")[-4000:]
+
+    def log(self) -> str:
+        return self._stderr.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End the Engine and all processes that it has started."""
+        if self._connection is not None:
+            self._connection.close()
+        self._process.end()
+
+
+def run(
+    folder: Path, engine: dict, calls: list[dict], env: dict[str, str] | None = None, timeout: float = 580
+) -> tuple[list, dict | None]:
+    """Start an Engine, make calls as `EngineProcess.ask` does, stop the Engine, and return what the calls return.
 
     Args:
-        folder: for the files that are exchanged.
-        engine: arguments of `sglang.Engine`.
-        calls: arguments of its `generate`, called one after another with a list of prompts. "abort" lists the prompts
-        to
-            abort once a part of their answer is there. "flush": true empties the radix cache first.
-        env: environment variables.
-
-    Returns:
-        For each call a list of answers, each `{"output_ids", "meta_info"}`; and DFLASH's part of `/server_info`.
+        folder: for the Engine's files. It gets a new folder in it.
+        engine, env: see :class:`EngineProcess`.
     """
-    request, result = folder / "request.json", folder / "result.json"
-    request.write_text(json.dumps({"engine": engine, "calls": calls}))
-    # Imported here because the program, which is this file too, does not need it.
-    from support import processes
-
-    status, _, stderr = processes.run([__file__, str(request), str(result)], env or {}, folder, timeout=580)
-    assert status == 0, stderr[-4000:]
-    return json.loads(result.read_text())
+    process = EngineProcess(engine, env, Path(tempfile.mkdtemp(dir=folder)))
+    try:
+        return process.ask(calls, timeout)
+    finally:
+        process.stop()
 
 
 async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampling_params: list[dict]) -> list[dict]:
@@ -53,27 +125,37 @@ async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampli
     return await asyncio.gather(*(answer(i) for i in range(len(input_ids))))
 
 
-def main(request: str, result: str) -> None:
-    # Imported here because the process of the tests imports `run` and must not use the GPU.
+def make_call(engine, call: dict):
+    """Return what one call returns; see `EngineProcess.ask`."""
+    aborted, method = call.pop("abort", None), call.pop("method", "generate")
+    if call.pop("flush", False):
+        # The last cycle, which was launched ahead, may still run; `Engine.flush_cache` does not wait for it.
+        flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60))
+        assert flushed.success, flushed
+    if method != "generate":
+        return getattr(engine, method)(**call)
+    if aborted is None:
+        answers = engine.generate(**call)
+    else:
+        answers = engine.loop.run_until_complete(generate_and_abort(engine, aborted, **call))
+    return [{"output_ids": answer["output_ids"], "meta_info": answer["meta_info"]} for answer in answers]
+
+
+def main(arguments: str, address: str) -> None:
+    # Imported here because the process of the tests imports this module and must not use the GPU.
     import sglang
 
-    request = json.loads(Path(request).read_text())
-    engine = sglang.Engine(log_level="warning", **request["engine"])
-    answers = []
-    for call in request["calls"]:
-        aborted = call.pop("abort", None)
-        if call.pop("flush", False):
-            # The last cycle, which was launched ahead, may still run; `Engine.flush_cache` does not wait for it.
-            flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60))
-            assert flushed.success, flushed
-        if aborted is None:
-            given = engine.generate(**call)
-        else:
-            given = engine.loop.run_until_complete(generate_and_abort(engine, aborted, **call))
-        answers.append([{"output_ids": answer["output_ids"], "meta_info": answer["meta_info"]} for answer in given])
-    described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+    engine = sglang.Engine(**{"log_level": "warning"} | json.loads(Path(arguments).read_text()))
+    with Listener(address) as listener, listener.accept() as connection:
+        while True:
+            try:
+                calls = connection.recv()
+            except EOFError:
+                break
+            results = [make_call(engine, call) for call in calls]
+            described = engine.get_server_info()["internal_states"][0].get("sglang_dflash")
+            connection.send((results, described))
     engine.shutdown()
-    Path(result).write_text(json.dumps([answers, described]))
 
 
 if __name__ == "__main__":

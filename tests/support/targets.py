@@ -15,7 +15,6 @@ import torch
 from support.engine_process import run
 from support.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree
 from support.plugins import python_path
-from support.ties import describe_difference, first_difference
 
 BLOCK_SIZE = 16
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 512, 256, 4
@@ -257,28 +256,38 @@ def candidate_logits() -> list[list[float]]:
 
 
 def candidates(token: int, position: int) -> list[int]:
-    """Return the candidates of a position, as `oracle_drafts.Drafts.candidates` does: the draft, and others."""
+    """Return the candidates of a position, as `oracle_drafts.Drafts.candidates` does: the draft, and others.
+
+    Others are among the first `VOCAB_SIZE` tokens.
+    """
     own = position % NUM_RANKS
     return [token if rank == own else (token + 2 + rank) % VOCAB_SIZE for rank in range(NUM_CANDIDATES)]
 
 
-def grown_tree(text: list[int], drafted: list[int], num_nodes: int) -> Tree:
+def grown_tree(text: list[int], drafted: list[int], num_nodes: int, vocab_size: int = VOCAB_SIZE) -> Tree:
     """Return the tree that is verified after a text.
 
     Args:
         text: tokens with the bonus token.
         drafted: the drafts after it. Past their end the draft is token 0.
         num_nodes: of the tree.
+        vocab_size: of the target.
     """
     rows = torch.tensor(candidate_logits()).log_softmax(dim=-1)
-    log_probs = torch.full((len(rows), VOCAB_SIZE), -torch.inf)
+    log_probs = torch.full((len(rows), vocab_size), -torch.inf)
     for depth, row in enumerate(rows):
         token = drafted[depth] if depth < len(drafted) else 0
         log_probs[depth, candidates(token, len(text) + depth)] = row
-    return grow_tree(Drafts(log_probs, torch.arange(VOCAB_SIZE), NUM_CANDIDATES, Text(text)), num_nodes)
+    return grow_tree(Drafts(log_probs, torch.arange(vocab_size), NUM_CANDIDATES, Text(text)), num_nodes)
 
 
-def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], num_nodes: int | None = None) -> int:
+def expected_cycles(
+    prompt: list[int],
+    answer: list[int],
+    drafted: list[int],
+    num_nodes: int | None = None,
+    vocab_size: int = VOCAB_SIZE,
+) -> int:
     """Return the number of cycles of a request whose answer is `answer`.
 
     Each cycle ends with the token after the last draft that is right and, for trees, a node.
@@ -289,17 +298,41 @@ def expected_cycles(prompt: list[int], answer: list[int], drafted: list[int], nu
             of_block = range(written, min(len(answer), written + BLOCK_SIZE - 1))
             num_right = len([*itertools.takewhile(lambda i: drafted[i] == answer[i], of_block)])
         else:
-            tree = grown_tree(prompt + answer[:written], drafted[written:], num_nodes)
+            tree = grown_tree(prompt + answer[:written], drafted[written:], num_nodes, vocab_size)
             wanted = answer[written:] + [-1] * BLOCK_SIZE
             num_right = len(accept_path(tree, torch.tensor([wanted[depth] for depth in tree.depths]))) - 1
         written, cycles = written + num_right + 1, cycles + 1
     return cycles
 
 
+def drafting_environment(folder: Path, answers: list[dict], num_nodes: int | None = None) -> dict[str, str]:
+    """Write the drafts for answers to `requests`. Return variables with which `oracle_drafts` drafts them."""
+    asked = requests()
+    known = [
+        {"input_ids": request["input_ids"], "output_ids": drafts(request["input_ids"], answer["output_ids"])}
+        for request, answer in zip(asked, answers, strict=True)
+    ]
+    (folder / "drafts.json").write_text(json.dumps(known))
+    env = {"ORACLE_DRAFTS": str(folder / "drafts.json")}
+    if num_nodes is not None:
+        (folder / "candidates.json").write_text(json.dumps(candidate_logits()))
+        env["ORACLE_CANDIDATES"] = str(folder / "candidates.json")
+    return env
+
+
+def with_cycles(plain: list[dict], answers: list[dict], num_nodes: int | None = None) -> list[tuple[dict, dict, int]]:
+    """Return each answer without speculation, the one with DFLASH, and the cycles that its drafts should have taken."""
+    prompts = [request["input_ids"] for request in requests()]
+    return [
+        (own, got, expected_cycles(prompt, own["output_ids"], drafts(prompt, own["output_ids"]), num_nodes))
+        for prompt, own, got in zip(prompts, plain, answers, strict=True)
+    ]
+
+
 def generate(
     folder, name: str, dtype: str, flags: dict, env: dict, num_nodes: int | None = None
 ) -> list[tuple[dict, dict, int]]:
-    """Return each answer without speculation, the one with DFLASH, and the cycles that its drafts should have taken.
+    """Return what `with_cycles` does, from two Engines, one after the other.
 
     Args:
         folder: keeps the answers without speculation for the next call with the same other arguments.
@@ -318,33 +351,11 @@ def generate(
         assert described is None
         kept.write_text(json.dumps(plain))
     plain = json.loads(kept.read_text())
-    drafted = [drafts(prompt, answer["output_ids"]) for prompt, answer in zip(call["input_ids"], plain)]
-    (folder / "drafts.json").write_text(
-        json.dumps([{"input_ids": p, "output_ids": d} for p, d in zip(call["input_ids"], drafted)])
-    )
-    (folder / "candidates.json").write_text(json.dumps(candidate_logits()))
-    env["ORACLE_DRAFTS"] = str(folder / "drafts.json")
-    if num_nodes is not None:
-        env["ORACLE_CANDIDATES"] = str(folder / "candidates.json")
+    env |= drafting_environment(folder, plain, num_nodes)
     [answers], described = run(folder, engine | dflash(folder, num_nodes), [call], env)
     assert described["worker"] == "DFlashWorker"
     assert described["verified_rows"] == (num_nodes or BLOCK_SIZE)
-    cycles = [
-        expected_cycles(prompt, answer["output_ids"], draft, num_nodes)
-        for prompt, answer, draft in zip(call["input_ids"], plain, drafted)
-    ]
-    return list(zip(plain, answers, cycles))
-
-
-def report(name: str, answers: list[tuple[dict, dict, int]]) -> None:
-    same = sum(first_difference(plain, got) is None for plain, got, _ in answers)
-    cycles = sum(got["meta_info"]["spec_verify_ct"] for _, got, _ in answers)
-    tokens = sum(len(got["output_ids"]) - 1 for _, got, _ in answers)
-    variety = [len(set(plain["output_ids"])) for plain, _, _ in answers]
-    print(f"\n{name}: {same} of {len(answers)} identical, {tokens / cycles:.2f} tokens per cycle, different: {variety}")
-    for i, (plain, got, _) in enumerate(answers):
-        if first_difference(plain, got) is not None:
-            print(f"  answer {i} {describe_difference(plain, got)}")
+    return with_cycles(plain, answers, num_nodes)
 
 
 def assert_exact(answers: list[tuple[dict, dict, int]]) -> None:
