@@ -8,12 +8,10 @@ the same requests undisturbed.
 from dataclasses import replace
 
 import pytest
-from engines import ON_CPU, RETRACTED, greedy, tiny
+from engines import ON_CPU, RETRACTED, tiny
+from pairs import CONTEXT, TIE, flat, pair_calls, plain_answers, scheduling_calls
 from support.ties import Comparison, compare, tokens_per_cycle
-from test_tiny_pair import TIE, flat, pair_calls, plain
 
-# Not a multiple of any page size below, nor of any kernel's tile.
-CONTEXT = 601
 ABORTED = [1, 2, 5]
 # Identical answers of the 37 that are not aborted.
 USUAL = {
@@ -26,29 +24,15 @@ USUAL = {
 }
 
 
-def calls(prompts: list[list[int]]) -> dict[str, dict]:
-    """Return calls by purpose; 8 requests each."""
-    text = sum(prompts, [])
-    some = prompts[:8]
-    long = [text[500 * i : 500 * i + 480 + 7 * i] for i in range(4)]
-    return {
-        "several at once": greedy(some, [100 - 8 * i for i in range(8)], flush=True),
-        # Their prompts and the first answers are in the radix cache by now.
-        "again": greedy([[*prompt, 300 + i] for i, prompt in enumerate(some)], 60),
-        "in chunks": greedy([*long, *prompts[8:12]], 40),
-        # Long requests end at the context limit at the same time, and short ones continue.
-        "to the limit": greedy([*long, *prompts[12:16]], [CONTEXT - len(p) for p in long] + [200] * 4),
-        "beside aborted ones": greedy(prompts[16:24], 150),
-    }
-
-
 @pytest.mark.gpu
 @pytest.mark.rehearsed
 @pytest.mark.group("features-{backend}-{shape}")
 @pytest.mark.parametrize(("shape", "backend", "page_size"), USUAL)
 def test_text(backend, shape, page_size, engines, prompts):
-    asked = calls(prompts)
-    of_plain = engines.reference(plain(backend), list(asked.values()))
+    _, of_plain = plain_answers(engines, backend, prompts)
+    asked = scheduling_calls(prompts)
+    # It is about another pool.
+    del asked["into a full pool"], of_plain[-1]
     asked["beside aborted ones"]["abort"] = ABORTED
     flags = {"attention_backend": backend, "context_length": CONTEXT, "chunked_prefill_size": 128}
     config = tiny(f"features-{backend}-{shape}-{page_size}", shape, page_size=page_size, **flags)
@@ -84,8 +68,8 @@ def test_full_pool_of_few_tokens(shape, engines, prompts):
     """SGLang retracts requests when there are no KV slots for their next tree, without being told to."""
     # Requests are admitted as if they ended at once.
     flags = {"max_total_tokens": 900, "schedule_conservativeness": 0.05, "attention_backend": "fa3"}
-    asked = greedy(prompts[:8], 300, flush=True)
-    [of_plain] = engines.reference(plain("fa3"), [asked])
+    *_, of_plain = plain_answers(engines, "fa3", prompts)[1]
+    asked = scheduling_calls(prompts)["into a full pool"]
     config = tiny("features-full-pool", shape, **flags)
     [answers] = engines.ask(config, [asked])
     compared = compare(of_plain, answers)
@@ -101,7 +85,7 @@ def test_full_pool_of_few_tokens(shape, engines, prompts):
 @pytest.mark.group("features-full-pool")
 def test_adaptive_trees_with_requests_of_sglangs_sampler(engines, prompts):
     """Draft lengths are chosen by measured costs, while half of the requests have chains."""
-    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
     config = tiny("adaptive-mixed", "trees", attention_backend="fa3", speculative_adaptive=True)
     # SGLang's sampler has the log probabilities.
     calls = [

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 from engines import BACKENDS, EngineConfig, Engines, greedy, tiny
-from support.ties import compare, tokens_per_cycle
-from test_tiny_pair import (
+from pairs import (
     TIE,
     check_replays,
     check_texts,
@@ -17,6 +16,7 @@ from test_tiny_pair import (
     usual,
     varied_calls,
 )
+from support.ties import compare, tokens_per_cycle
 from transformers import AutoTokenizer
 
 from models.hybrid import DRAFTER_DIR, TARGET_DIR

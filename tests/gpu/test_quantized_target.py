@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from engines import tiny
+from pairs import CPU_TOKENS_PER_CYCLE, check_texts, flat, pair_calls
 from safetensors.torch import load_file, save_file
-from test_tiny_pair import CPU_TOKENS_PER_CYCLE, check_texts, flat, pair_calls
 
 from models.tiny import TARGET_DIR
 

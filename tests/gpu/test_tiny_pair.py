@@ -3,21 +3,23 @@
 Engines of a backend, with trees and with chains, serve all of it.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from engines import BACKENDS, GRAPH_SIZES, ON_CPU, EngineConfig, Engines, greedy, tiny
-from support.ties import Comparison, compare, tokens_per_cycle
+from engines import BACKENDS, ON_CPU, EngineConfig, tiny
+from pairs import (
+    CPU_TOKENS_PER_CYCLE,
+    TIE,
+    check_replays,
+    check_texts,
+    flat,
+    pair_calls,
+    plain_answers,
+    usual,
+    varied_calls,
+)
+from support.ties import tokens_per_cycle
 
-NEW_TOKENS = 128
-# Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/tiny_pair.md): 60 x 127 tokens. In trees
-# of 16 nodes with 8 candidates per position: scripts/results/tiny_pair_trees_cpu.md.
-CPU_TOKENS_PER_CYCLE = {"chains": 4.334, "trees": 6.04}
-
-# Two logits this close may change places. The target's logits reach 32 to 64, where neighbouring bf16 numbers are 0.25
-# apart, and verification runs more rows at a time than decoding.
-TIE = 0.25
 # If bf16's rounding moves a key or a value across a boundary of fp8, the step is up to an eighth.
 FP8_TIE = 0.5
 
@@ -44,56 +46,14 @@ def on_each_backend(test):
     return test
 
 
-def plain(backend: str) -> EngineConfig:
-    """Return the Engine without speculation that others are compared with."""
-    return tiny(f"tiny-{backend}-plain", attention_backend=backend)
-
-
 def served(backend: str, shape: str) -> EngineConfig:
     config = tiny(f"tiny-{backend}-{shape}", shape, attention_backend=backend)
     return replace(config, plugins=("graph_check", "sync_check"))
 
 
-def pair_calls(prompts: list[list[int]]) -> list[dict]:
-    """Return calls for long answers to all prompts, 8 at a time."""
-    prompts = prompts[:16] if ON_CPU else prompts
-    return [greedy(prompts[i : i + 8], NEW_TOKENS, flush=i == 0) for i in range(0, len(prompts), 8)]
-
-
-def varied_calls(prompts: list[list[int]], drawn: dict | None = None) -> list[dict]:
-    """Return the same calls with answers of 16 to 128 tokens: the running batch gets every size.
-
-    Args:
-        drawn: sampling parameters of every second request.
-    """
-    calls = pair_calls(prompts)
-    for call in calls:
-        for i, sampling in enumerate(call["sampling_params"]):
-            sampling["max_new_tokens"] = 16 * (1 + i % 8)
-            sampling |= drawn or {} if i % 2 else {}
-    return calls
-
-
-def flat(of_calls: list[list[dict]]) -> list[dict]:
-    return [answer for answers in of_calls for answer in answers]
-
-
-def usual(comparison: Comparison, number: int) -> int:
-    """Return the usual number of identical texts, for as many as there are. On a CPU there are fewer."""
-    return number * comparison.total // 60
-
-
-def check_texts(engines: Engines, config: EngineConfig, of_plain: list, calls: list[dict]) -> tuple[Comparison, float]:
-    """Return the comparison of texts, and tokens per cycle."""
-    answers = flat(engines.ask(config, calls))
-    compared, rate = compare(of_plain, answers), tokens_per_cycle(answers)
-    print(f"\n{config}: {compared}, {rate:.3f} tokens per cycle")
-    return compared, rate
-
-
 @on_each_backend
 def test_lossless_and_acceptance(backend, shape, engines, prompts):
-    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, backend, prompts)
     described = engines.describe(served(backend, shape))
     assert described["worker"] == "DFlashWorker"
     assert described["verified_rows"] == 16
@@ -116,27 +76,10 @@ def test_replay_equals_eager(backend, shape, engines, prompts):
     check_replays(f"{backend}, {shape}", shape, records)
 
 
-def check_replays(name: str, shape: str, records: list[dict]) -> None:
-    seen = defaultdict(list)
-    for entry in records:
-        seen[entry["stage"], entry["bs"], entry["graph_bs"]].append(entry)
-    padded = {bs: min(size for size in GRAPH_SIZES if size >= bs) for bs in range(1, 9)}
-    assert set(seen) == {(stage, *sizes) for stage in ("draft", "verify") for sizes in padded.items()}
-    for stage in ("draft", "verify"):
-        entries = [entry for key, of_key in seen.items() if key[0] == stage for entry in of_key]
-        worst = max(entry["hidden_error"] or 0.0 for entry in entries)
-        wrong = sum(entry["different_tokens"] for entry in entries) / sum(entry["tokens"] for entry in entries)
-        print(f"\n{name}, {stage}: {len(entries)} cycles, hidden error {worst:.1e}, tokens apart {wrong:.2%}")
-        # bf16 rounding, if a planner splits the same attention differently. A wrong mask or slot exceeds it by far.
-        assert worst < 2e-2
-        # Of trees, another order of two candidates changes nodes.
-        assert wrong < (5e-2 if (stage, shape) == ("draft", "trees") else 1e-2)
-
-
 @on_each_backend
 def test_host_does_not_wait(backend, shape, engines, prompts):
     """No replayed cycle waits for the GPU, for any batch size, and checking does not change the text."""
-    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, backend, prompts)
     with engines.checking(served(backend, shape), "sync_check") as cycles:
         compared, _ = check_texts(engines, served(backend, shape), of_plain, varied_calls(prompts))
     compared.assert_ties(TIE)
@@ -174,7 +117,7 @@ def test_sampled_requests_are_drawn_in_the_graph(backend, shape, engines, prompt
 @pytest.mark.parametrize("error", ["sibling", "key"])
 def test_floor_notices_a_planted_error(error, engines, prompts):
     """Nodes of trees see one sibling, or each sees one key too many."""
-    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
     config = tiny(f"tiny-planted-{error}", "trees", attention_backend="fa3")
     config = replace(config, plugins=("planted_error",), env={"PLANTED_ERROR": error})
     compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
@@ -192,7 +135,7 @@ def test_draft_window(backend, shape, engines, prompts):
     """The drafter sees the last 50 tokens."""
     config = tiny(f"tiny-window-{backend}", shape, attention_backend=backend, speculative_draft_window_size=50)
     config = replace(config, plugins=("graph_check",))
-    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, backend, prompts)
     compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
     compared.assert_floor(usual(compared, USUAL[backend, shape]))
@@ -205,7 +148,7 @@ def test_draft_window(backend, shape, engines, prompts):
 @pytest.mark.rehearsed
 @pytest.mark.group("tiny-planted")
 def test_drafter_on_another_backend(engines, prompts):
-    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
     config = tiny("tiny-fa3-triton", "trees", attention_backend="fa3", speculative_draft_attention_backend="triton")
     assert ON_CPU or engines.describe(config)["draft_attention_backend"] == "triton"
     compared, _ = check_texts(engines, config, of_plain, pair_calls(prompts))
@@ -224,7 +167,7 @@ def test_every_flag_at_its_default(engines, prompts):
     config = replace(config, arguments=defaults | {"max_total_tokens": 60_000})
     worker = engines.describe(config)
     assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
-    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
     compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
     compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
@@ -238,7 +181,7 @@ def test_prompts_in_one_graph(engines, prompts):
     sizes = {"cuda_graph_backend_prefill": "full", "cuda_graph_bs_prefill": [64, 128, 256, 512, 1024, 2048]}
     config = tiny("tiny-full", "trees", attention_backend="fa3", **sizes)
     arguments = {name: value for name, value in config.arguments.items() if name != "disable_prefill_cuda_graph"}
-    of_plain = flat(engines.reference(plain("fa3"), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
     compared, rate = check_texts(engines, replace(config, arguments=arguments), of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
     # Chains with such prefills had 53.
@@ -256,7 +199,7 @@ def test_prompts_in_one_graph(engines, prompts):
 )
 def test_fewer_tokens_verified(backend, shape, engines, prompts):
     """Every draft length is used in turn (`--speculative-adaptive`)."""
-    of_plain = flat(engines.reference(plain(backend), pair_calls(prompts)))
+    of_plain, _ = plain_answers(engines, backend, prompts)
     config = tiny(f"tiny-{backend}-adaptive-{shape}", shape, attention_backend=backend, speculative_adaptive=True)
     config = replace(config, plugins=("width_check",))
     with engines.checking(config, "width_check") as cycles:
