@@ -59,6 +59,7 @@ HIDDEN, INTERMEDIATE = 4096, 12288
 KEY_HEADS, VALUE_HEADS, KEY_SIZE, CONV_PLACES, LINEAR_LAYERS = 16, 32, 128, 3, 4
 # FlashInfer's split for 4 query heads per KV head on an H100.
 ROWS_PER_TOKEN, ROWS_PER_TILE, MAX_ENTRIES = 4, 64, 2 * 132 // KV_HEADS
+LIKELY_TOKENS = 16
 # Committed tokens of a block: alternately 6 and 7.
 ACCEPT_LENGTH = 6.5
 
@@ -107,20 +108,30 @@ def row_max(bs: int, args: argparse.Namespace) -> Case:
 
 
 def sample_rows(bs: int, args: argparse.Namespace) -> Case:
-    """Make logits of a confident model: the samples are certain, but must be computed and checked."""
-    logits = torch.randn(bs * BLOCK_SIZE, args.vocab, device=DEVICE).bfloat16()
-    best = integers(args.vocab, bs * BLOCK_SIZE)
-    maxima = torch.full_like(logits[:, 0], 60.0)
-    logits.scatter_(1, best[:, None], maxima[:, None])
+    """Make requests with the filters that models recommend."""
+    return draws(bs, args, temperature=0.7, top_k=20, top_p=0.95)
+
+
+def sample_unfiltered_rows(bs: int, args: argparse.Namespace) -> Case:
+    return draws(bs, args, temperature=1.0, top_k=args.vocab, top_p=1.0)
+
+
+def draws(bs: int, args: argparse.Namespace, temperature: float, top_k: int, top_p: float) -> Case:
+    """Make logits of a confident model: at temperature 1, three of four draws are the likeliest token."""
+    num_rows = bs * BLOCK_SIZE
+    logits = (2.5 * torch.randn(num_rows, args.vocab, device=DEVICE)).bfloat16()
+    likely = torch.rand(num_rows, args.vocab, device=DEVICE).topk(LIKELY_TOKENS).indices
+    logits.scatter_(1, likely, (24 - 1.5 * torch.arange(LIKELY_TOKENS, device=DEVICE)).bfloat16().expand(num_rows, -1))
     parameters = DrawParameters(
-        torch.full((bs,), 0.7, device=DEVICE),
-        torch.full((bs,), 20, dtype=torch.int32, device=DEVICE),
-        torch.full((bs,), 0.8, device=DEVICE),
+        torch.full((bs,), temperature, device=DEVICE),
+        torch.full((bs,), top_k, dtype=torch.int32, device=DEVICE),
+        torch.full((bs,), top_p, device=DEVICE),
         torch.zeros(bs, device=DEVICE),
     )
-    keys, positions = integers(2**62, bs), integers(args.context, bs * BLOCK_SIZE)
-    arguments = (logits, maxima, torch.full_like(best, -1), parameters, keys, positions)
-    return Case(arguments, logits.nbytes + bs * (BLOCK_SIZE * (maxima.itemsize + 8) + 4 * 4))
+    keys, positions = integers(2**62, bs), integers(args.context, num_rows)
+    maxima, tokens = logits.amax(dim=1), torch.full((num_rows,), -1, device=DEVICE)
+    num_bytes = logits.nbytes + bs * (BLOCK_SIZE * (maxima.itemsize + 8) + 4 * 4)
+    return Case((logits, maxima, tokens, parameters, keys, positions), num_bytes)
 
 
 def apply_penalties(bs: int, args: argparse.Namespace) -> Case:
@@ -138,28 +149,45 @@ def top_columns(bs: int, args: argparse.Namespace) -> Case:
 
 
 def fill_table(bs: int, args: argparse.Namespace) -> Case:
+    return tables(bs, args, CANDIDATES)
+
+
+def fill_wide_table(bs: int, args: argparse.Namespace) -> Case:
+    return tables(bs, args, 2 * CANDIDATES)
+
+
+def tables(bs: int, args: argparse.Namespace, k: int) -> Case:
     """Fill tables of sampled requests, whose texts contain about every second pair of candidates."""
-    shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
+    shape = (bs, BLOCK_SIZE - 1, k)
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
     candidates = integers(args.vocab, *shape)
     pairs = torch.broadcast_tensors(candidates[:, :-1, :, None], candidates[:, 1:, None, ::2])
-    tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
-    tables = put(tables, *(tokens.flatten(1) for tokens in pairs), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
+    pair_tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
+    is_real = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+    pair_tables = put(pair_tables, *(tokens.flatten(1) for tokens in pairs), is_real)
     parameters = DrawParameters.greedy(bs, DEVICE)
     parameters.top_ks.fill_(20)
     inputs = (candidates, logits, logits.logsumexp(dim=-1) + 0.1)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
     num_bytes = sum(tensor.nbytes for tensor in inputs) + bs * 4 * 8 + 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
-    num_bytes += candidates.numel() * CANDIDATES * (4 + 1)
+    num_bytes += candidates.numel() * k * (4 + 1)
     # Each request has a slot of its own.
     slots = torch.arange(bs, device=DEVICE)
-    return Case((*inputs, parameters, integers(2**62, bs), tables, is_chain, seq_lens(bs, args), slots), num_bytes)
+    return Case((*inputs, parameters, integers(2**62, bs), pair_tables, is_chain, seq_lens(bs, args), slots), num_bytes)
 
 
 def grow_trees(bs: int, args: argparse.Namespace) -> Case:
+    return trees_to_grow(bs, args, CANDIDATES)
+
+
+def grow_wide_trees(bs: int, args: argparse.Namespace) -> Case:
+    return trees_to_grow(bs, args, 2 * CANDIDATES)
+
+
+def trees_to_grow(bs: int, args: argparse.Namespace, k: int) -> Case:
     """Make trees from tables of random logits."""
-    shape = (bs, BLOCK_SIZE - 1, CANDIDATES)
-    logits = torch.randn((*shape, CANDIDATES), device=DEVICE).sort(dim=-1, descending=True).values
+    shape = (bs, BLOCK_SIZE - 1, k)
+    logits = torch.randn((*shape, k), device=DEVICE).sort(dim=-1, descending=True).values
     ranks = torch.rand(logits.shape, device=DEVICE).argsort(dim=-1).to(torch.uint8)
     inputs = (integers(args.vocab, bs), integers(args.vocab, *shape), logits.log_softmax(dim=-1), ranks)
     req_to_token = integers(10**6, bs, args.context + BLOCK_SIZE, dtype=torch.int32)
@@ -454,7 +482,9 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     accept_prefix,
     top_columns,
     fill_table,
+    fill_wide_table,
     grow_trees,
+    grow_wide_trees,
     accept_paths,
     begin_bigrams,
     add_bigrams,
@@ -467,6 +497,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     qk_norm_rope_set_kv,
     write_context_kv,
     sample_rows,
+    sample_unfiltered_rows,
     apply_penalties,
     add_rms_norm,
     linear_few_rows,
@@ -484,6 +515,9 @@ OPERATIONS = {
     "attend_short_trees": "attend_trees",
     "attend_one_long_tree": "attend_trees",
     "shortlist_argmax": "shortlist_top",
+    "fill_wide_table": "fill_table",
+    "grow_wide_trees": "grow_trees",
+    "sample_unfiltered_rows": "sample_rows",
 }
 
 
@@ -568,10 +602,11 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
         f"Block {BLOCK_SIZE}, {LAYERS} drafter layers of {KV_HEADS} KV heads of {HEAD_DIM}, {ACCEPT_LENGTH} tokens of "
         f"a block committed, vocabulary {setup['vocab']}, contexts of {setup['context'] // 2} to {setup['context']} "
         f"tokens, window {setup['window']}; trees of {BLOCK_SIZE} nodes from {BLOCK_SIZE - 1} depths of {CANDIDATES} "
-        f"candidates, {TARGET_LAYERS} target layers; short trees follow {setup['context'] // 32} tokens, a long one "
-        f"{2 * setup['context']}. Times are medians over replays of a CUDA graph of launches, in which an empty kernel "
-        f"takes {setup['empty_us']:.2f} us. Bytes are those that must be read or written, counted once; the floor is "
-        f"their time at {setup['bandwidth']} TB/s. Every kernel was first compared with its torch reference.",
+        f"candidates, wide ones of {2 * CANDIDATES}, {TARGET_LAYERS} target layers; short trees follow "
+        f"{setup['context'] // 32} tokens, a long one {2 * setup['context']}. Times are medians over replays of a CUDA "
+        f"graph of launches, in which an empty kernel takes {setup['empty_us']:.2f} us. Bytes are those that must be "
+        f"read or written, counted once; the floor is their time at {setup['bandwidth']} TB/s. Every kernel was first "
+        "compared with its torch reference.",
         "",
         "| kernel | batch | us | kB | floor, us | us / floor |",
         "|---|---|---|---|---|---|",
@@ -586,6 +621,8 @@ def report(setup: dict, measured: list[dict], title: str) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [make.__name__ for make in KERNELS]
+    parser.add_argument("--kernels", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--context", type=int, default=16384, help="tokens of the longest request")
@@ -607,7 +644,7 @@ def main() -> None:
         "bandwidth": args.bandwidth,
         "empty_us": microseconds(lambda: _empty_kernel[(1,)]()),
     }
-    measured = [measure(make, bs, args) for make in KERNELS for bs in args.batch]
+    measured = [measure(make, bs, args) for make in KERNELS if make.__name__ in args.kernels for bs in args.batch]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{args.out}.json").write_text(json.dumps({"setup": setup, "runs": measured}) + "\n")
     text = report(setup, measured, args.out.name.replace("_", " "))

@@ -3,7 +3,7 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops import noise
-from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
+from sglang_dflash.ops.kernels.gumbel import gumbel, gumbel_bound, hash_prefix
 
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
 
@@ -13,6 +13,12 @@ def _gumbel_kernel(keys, positions, tokens, out, N: tl.constexpr):
     lane = tl.arange(0, N)
     prefix = hash_prefix(tl.load(keys + lane), tl.load(positions + lane))
     tl.store(out + lane, gumbel(prefix, tl.load(tokens + lane)))
+
+
+@triton.jit
+def _gumbel_bound_kernel(bits, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, gumbel_bound(tl.load(bits + lane).to(tl.uint32)))
 
 
 def test_matches_reference(device):
@@ -25,6 +31,23 @@ def test_matches_reference(device):
     out = torch.empty(n, device=device)
     _gumbel_kernel[(1,)](keys, positions, tokens, out, N=n)
     torch.testing.assert_close(out, noise.gumbel(keys, positions, tokens), rtol=1e-5, atol=3e-6)
+
+
+def test_bound_is_just_above_the_noise(monkeypatch, device):
+    """It is below noise nowhere, and where noise is large, 0.06 above it at most. The largest hashes may have more."""
+    hashes = torch.randint(0, 2**32, (2**12,), dtype=torch.int64)
+    # Half of the hashes have large noise, down to the smallest distances from 2^32.
+    distances = (2 ** (32 * torch.rand(2**12, dtype=torch.float64))).to(torch.int64)
+    hashes = torch.cat((hashes, 2**32 - distances.clamp(1, 2**32), torch.tensor(EDGES)))
+    padded = torch.zeros(2**14, dtype=torch.int64)
+    padded[: len(hashes)] = hashes
+    bounds = torch.empty(len(padded), device=device)
+    _gumbel_bound_kernel[(1,)](padded.to(device), bounds, N=len(padded))
+    monkeypatch.setattr(noise, "hash_words", lambda keys, positions, tokens: tokens)
+    excess = bounds.cpu() - noise.gumbel(padded, padded, padded)
+    assert excess.min() > -1e-4
+    is_large = (padded > 2**32 - 2**24) & (padded < 2**32 - 2**14)
+    assert excess[is_large].max() < 0.08
 
 
 def test_hash_is_murmur():

@@ -203,6 +203,25 @@ def test_matches_reference(request_, device):
         )
 
 
+@pytest.mark.parametrize("columns", [1, 2, 4095, 4096, 4097, 12_289])
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 30.0])
+def test_no_column_that_could_win_is_skipped(columns, temperature, device):
+    """The kernel computes scores only where their upper bound reaches the best. Rows are flat, steep, and equal."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(4, 5, columns, generator=generator)
+    # Confident rows, rows whose logits differ less than their noise, equal ones, and large negative ones.
+    logits[0, :, columns // 2] += 12
+    logits[1] *= 0.01 * temperature
+    logits[2] = -3.0
+    logits[3] = logits[3] * 5 - 300
+    logits = logits.flatten(0, 1).to(torch.bfloat16).to(device)
+    requests = ({}, {"top_k": 3}, {"min_p": 0.01}, {"top_p": 0.9})
+    parameters = parameters_of(*({"temperature": temperature} | request for request in requests), device=device)
+    for key in (2**62 + 3, 5):
+        for rows in (logits, logits.roll(5, 0), logits.roll(10, 0), logits.roll(15, 0)):
+            assert torch.equal(draw(sample_rows, rows, parameters, 7, key), draw(reference, rows, parameters, 7, key))
+
+
 @BOTH
 def test_the_same_key_and_position_repeat_a_draw(implementation, device):
     """Wherever the row is in the batch, and whatever is beside it."""

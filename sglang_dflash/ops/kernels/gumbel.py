@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,9 @@ _FIRST_FINAL_FACTOR = tl.constexpr(noise.FIRST_FINAL_FACTOR)
 _SECOND_FINAL_FACTOR = tl.constexpr(noise.SECOND_FINAL_FACTOR)
 _LENGTH = tl.constexpr(noise.LENGTH)
 _SPACING, _SERIES_BELOW = tl.constexpr(noise.SPACING), tl.constexpr(noise.SERIES_BELOW)
+_UPPER_END = tl.constexpr(2.0**32 - 256)
+# A float32 has 23 bits of mantissa and an exponent that is 127 too large.
+_LINE_SLOPE, _LINE_END = tl.constexpr(math.log(2) * 2.0**-23), tl.constexpr(math.log(2) * (127 + 32))
 
 
 @triton.jit
@@ -37,12 +42,30 @@ def hash_prefix(key, position):
 
 
 @triton.jit
-def gumbel(prefix, token):
-    """Return the noise of a token, float32; prefix: of :func:`hash_prefix`, which broadcasts with the token."""
+def hash_token(prefix, token):
+    """Return the hash of a token, uint32; prefix: of :func:`hash_prefix`, which broadcasts with the token."""
     state = _mix(prefix, token.to(tl.uint32)) ^ _LENGTH
     state = (state ^ (state >> 16)) * _FIRST_FINAL_FACTOR
     state = (state ^ (state >> 13)) * _SECOND_FINAL_FACTOR
-    bits = state ^ (state >> 16)
+    return state ^ (state >> 16)
+
+
+@triton.jit
+def gumbel_bound(bits):
+    """Return a number that the noise of a hash does not exceed, float32. It takes no logarithm.
+
+    The noise -log(-log(u)) is at most -log(1 - u). The bits of a float32, read as an integer, are a straight line
+    just below its logarithm. So the bound is close where the noise is large. One hash in 2^20 has a larger bound.
+    """
+    # At most 2^32 * (1 - u), as the conversion rounds by 128 at most. The bound of a negative number is above 22.2.
+    upper = -bits.to(tl.float32) + _UPPER_END
+    return upper.to(tl.int32, bitcast=True).to(tl.float32) * -_LINE_SLOPE + _LINE_END
+
+
+@triton.jit
+def gumbel(prefix, token):
+    """Return the noise of a token, float32; prefix: of :func:`hash_prefix`, which broadcasts with the token."""
+    bits = hash_token(prefix, token)
     low = tl.maximum(bits.to(tl.float32), 0.5) * _SPACING
     high = tl.maximum((bits ^ 0xFFFFFFFF).to(tl.float32), 1.0) * _SPACING
     series = high * (1.0 + high * (0.5 + high * (1 / 3 + high * 0.25)))
