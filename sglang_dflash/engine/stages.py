@@ -92,7 +92,7 @@ class LoadedModels:
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
-        k = num_candidates(server_args, target_runner.model_config)
+        k = num_candidates(server_args)
         # SGLang gives out at most as many request slots as requests may run, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
         # All tensor-parallel ranks have the same keys.

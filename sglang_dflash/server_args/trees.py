@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES, MAX_NODES, MIN_NODES
@@ -29,22 +27,19 @@ def asks_for_trees(server_args: ServerArgs) -> bool:
     return (server_args.speculative_eagle_topk or 1) > 1
 
 
-def num_candidates(server_args: ServerArgs, target: ModelConfig) -> int:
+def num_candidates(server_args: ServerArgs) -> int:
     """Return the candidates for every position of a tree of drafts; 1: drafts are verified in chains.
 
     Without `--speculative-eagle-topk` a GPU verifies trees with as many nodes as a block has tokens.
     """
     if server_args.speculative_eagle_topk is not None:
         return server_args.speculative_eagle_topk
-    has_trees = device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args, target) is None
+    has_trees = device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args) is None
     return DEFAULT_CANDIDATES if has_trees else 1
 
 
-def default_tree_obstacle(server_args: ServerArgs, target: ModelConfig) -> str | None:
-    """Return why a server without `--speculative-eagle-topk` verifies chains; None: nothing is against trees.
-
-    This is the only place that decides against trees for a target with recurrent layers.
-    """
+def default_tree_obstacle(server_args: ServerArgs) -> str | None:
+    """Return why a server without `--speculative-eagle-topk` verifies chains; None: nothing is against trees."""
     cfg = resolving_view(server_args)
     num_nodes = cfg.speculative_num_draft_tokens
     if cfg.rl_on_policy_target is not None:
@@ -53,11 +48,6 @@ def default_tree_obstacle(server_args: ServerArgs, target: ModelConfig) -> str |
         return "a tree's results depend on its batch, which --enable-deterministic-inference excludes"
     if not MIN_NODES <= num_nodes <= MAX_NODES:
         return f"blocks of {num_nodes} tokens are no trees, which have {MIN_NODES} to {MAX_NODES} nodes"
-    if mambaish_config(target) is not None:
-        return (
-            "accepted paths of targets with recurrent layers have not run in a served CUDA graph; "
-            f"--speculative-eagle-topk {DEFAULT_CANDIDATES} verifies trees"
-        )
     return None
 
 
@@ -66,4 +56,4 @@ def reason_for_chains(server_args: ServerArgs) -> str | None:
     trees, or `--speculative-eagle-topk` is given."""
     if server_args.speculative_eagle_topk is not None or device_type(server_args) not in TREE_DEVICES:
         return None
-    return default_tree_obstacle(server_args, model_config_of(server_args))
+    return default_tree_obstacle(server_args)
