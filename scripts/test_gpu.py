@@ -114,7 +114,10 @@ class Run:
             self._write(f"not started, {group.seconds:.0f} s would be too long: {group.name}\n")
             return
         slot = self._slots.pop(0)
-        env = os.environ | ({} if group.alone else {"CUDA_VISIBLE_DEVICES": self._device(slot)})
+        # More threads than cores would slow each other down.
+        env = {"OMP_NUM_THREADS": "1"} | os.environ
+        if not group.alone:
+            env["CUDA_VISIBLE_DEVICES"] = self._device(slot)
         with (self._folder / "logs" / f"{group.name}.log").open("w") as log:
             process = subprocess.Popen(
                 [*self._pytest, "--group", group.name], env=env, stdout=log, stderr=log, cwd=REPO

@@ -46,7 +46,9 @@ def test_text(backend, shape, page_size, engines, prompts):
         for i, (want, got) in enumerate(zip(plain_ones, ours, strict=True)):
             reason = got["meta_info"]["finish_reason"]["type"]
             assert reason == ("abort" if i in is_aborted else "length"), name
-            assert i in is_aborted or len(got["output_ids"]) == len(want["output_ids"])
+            # SGLang ends an answer two tokens before the limit.
+            full = min(len(want["output_ids"]), CONTEXT - 2 - len(call["input_ids"][i]))
+            assert i in is_aborted or len(got["output_ids"]) == full
             retractions += got["meta_info"].get("num_retractions", 0)
         kept = [i for i in range(len(ours)) if i not in is_aborted]
         every.append(compare([plain_ones[i] for i in kept], [ours[i] for i in kept]))

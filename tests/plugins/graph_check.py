@@ -75,9 +75,9 @@ def register():
 
         output = verify(worker, forward_batch, can_run_cuda_graph)
         replay = graphs.output(forward_batch, output, has_grammar=False)
-        rows = (forward_batch.input_ids, forward_batch.positions)
-        tokens, positions = (tensor.clone() for tensor in rows)
-        keep_results = saved([*changed, *buffers_of(runner.token_to_kv_pool), forward_batch.input_ids])
+        rows = (forward_batch.input_ids, forward_batch.positions, forward_batch.out_cache_loc)
+        tokens, positions, _ = (tensor.clone() for tensor in rows)
+        keep_results = saved([*changed, *buffers_of(runner.token_to_kv_pool), *rows])
         advanced = [tensor.clone() for tensor in changed]
 
         begin_again()
