@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ import torch
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
-from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
+from sglang_dflash.checkpoint.tensors import part_tensors, read_headers, tensor_problems
 from sglang_dflash.errors import ConfigError
 
 
@@ -39,6 +40,14 @@ class Inspection:
         """Bytes of keys and values per token, of all layers in `dtype`. `--kv-cache-dtype` can change the dtype."""
         return self.drafter.kv_bytes_per_token(self.dtype.itemsize)
 
+    @property
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes of the weights of each optional part, in `dtype`."""
+        return {
+            name: sum(map(math.prod, tensors.values())) * self.dtype.itemsize
+            for name, tensors in part_tensors(self.drafter).items()
+        }
+
     def to_dict(self) -> dict:
         """Return the JSON object of `--json`."""
         if self.drafter is None:
@@ -47,12 +56,20 @@ class Inspection:
             "window": self.drafter.window,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        return {"drafter": drafter, "kv_bytes_per_token": self.kv_bytes_per_token, "mismatches": self.mismatches}
+        return {
+            "drafter": drafter,
+            "part_bytes": self.part_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "mismatches": self.mismatches,
+        }
 
     def lines(self) -> Iterable[str]:
         """Yield the lines of the plain-text report."""
         if self.drafter is not None:
             yield from _describe(self.drafter)
+            for name, part in (("convolutions", self.drafter.conv), ("pairs", self.drafter.pairs)):
+                if part is not None:
+                    yield f"{name:<17}{part}; {self.part_bytes[name]} bytes"
             in_dtype = f"{self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
             yield f"KV per token     {in_dtype}, {self.drafter.kv_bytes_per_token(itemsize=1)} in fp8"
         yield f"mismatches       {len(self.mismatches) or 'none'}"
@@ -103,8 +120,11 @@ def _describe(drafter: DFlashConfig) -> Iterable[str]:
     own_vocabulary = f", of which it drafts {drafter.draft_vocab_size}" if drafter.draft_vocab_size else ""
     heads = f"{drafter.num_attention_heads} heads, {drafter.num_key_value_heads} KV heads of {drafter.head_dim}"
     yield f"drafter          {drafter.path}"
-    yield f"format           {'speculators' if drafter.is_speculators else 'z-lab'}"
+    yield f"format           {drafter.format}"
     yield f"block size       {drafter.block_size}"
+    predicts = "predicts the first draft" if drafter.predicts_from_anchor else "predicts nothing"
+    num_rows = drafter.draft_rows(drafter.block_size)
+    yield f"rows             {num_rows}, of which the first, the bonus token's, {predicts}"
     yield f"vocabulary       {drafter.vocab_size} tokens{own_vocabulary}; mask token {drafter.mask_token_id}"
     yield f"target layers    {', '.join(map(str, drafter.target_layer_ids))} (their outputs, from 0)"
     yield f"attention        {heads}{', bias' if drafter.attention_bias else ''}; {drafter.rope_type} RoPE"

@@ -20,7 +20,7 @@ last S inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -109,6 +109,14 @@ class Block:
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, positions and KV slots."""
         return self.input_ids, self.positions, self.out_cache_loc
+
+    def first_rows(self, num_rows: int) -> Block:
+        """Return the first `num_rows` rows of each request: copies, or this block if it has no more."""
+        bs = self.seq_lens.shape[0]
+        if self.input_ids.shape[0] == bs * num_rows:
+            return self
+        ids, positions, slots = (rows.view(bs, -1)[:, :num_rows].flatten() for rows in self.rows)
+        return replace(self, input_ids=ids, positions=positions, out_cache_loc=slots)
 
     def take(self, bs: int, block_size: int) -> Block:
         """Return views of the first `bs` requests, with W = `block_size`."""

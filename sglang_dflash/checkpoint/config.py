@@ -16,8 +16,10 @@ from typing import Any
 from sglang_dflash.errors import ConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
-# `speculators_model_type` of a checkpoint in the speculators format.
-SPECULATORS = "dflash"
+# Formats of checkpoints. `formats.py` writes the name to `dflash_format`; without it a config is in z-lab's.
+ZLAB, SPECULATORS, DEEPSPEC = "z-lab", "speculators", "DeepSpec"
+# Kinds of pairs.
+SELECTOR, MARKOV, GATED = "selector", "markov", "gated"
 
 # The targets with recurrent layers that are served: they have Gated DeltaNet and full attention.
 HYBRID_ARCHITECTURES = (
@@ -52,15 +54,62 @@ class LayerAttention:
 
 
 @dataclass(frozen=True)
+class Convolutions:
+    """Convolutions around the attention and the MLP of every layer, over the rows of a block.
+
+    Attributes:
+        taps: int. Rows that a row is made of: itself and those right before it.
+        group_size: int. Neighbouring channels that share the weights that depend on the row.
+    """
+
+    taps: int
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.taps} taps, groups of {self.group_size} channels"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Scores of pairs of neighbouring drafts, which are added to the logits of the second one.
+
+    A score is a product of two vectors, of the draft before and of the draft. The vector of the draft before is
+    multiplied by one that is computed from the hidden state ("selector"), by a gate that is computed from both
+    ("gated"), or by nothing ("markov").
+
+    Attributes:
+        kind: SELECTOR, MARKOV or GATED.
+        rank: int. Size of a vector.
+        num_candidates: int. Draft tokens of each position that get a score: those with the largest logits.
+    """
+
+    kind: str
+    rank: int
+    num_candidates: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of rank {self.rank}, {self.num_candidates} candidates"
+
+
+@dataclass(frozen=True)
 class DFlashConfig:
     """A DFlash drafter as its checkpoint describes it.
+
+    A drafter is a stack of layers with optional parts: convolutions, pairs, and a first row that predicts. No part
+    implies another one.
 
     Attributes:
         target_layer_ids: tuple of int. The target layers whose output is a context feature, in the order of
             concatenation (HF `hidden_states[id + 1]`).
         num_target_layers: int or None. Layers of the target that the drafter was trained for; None: the format has no
             such field.
-        block_size: int. Tokens of one block: the bonus token and `block_size - 1` mask tokens.
+        block_size: int. Tokens of one verified block: the bonus token and `block_size - 1` drafts.
+        predicts_from_anchor: bool. The row of the bonus token predicts the first draft, and each row the token after
+            it. Otherwise each row of a mask token predicts its own token, and the first row predicts nothing.
+        conv: convolutions; None: there are none.
+        pairs: scores of pairs of drafts; None: positions are predicted independently.
+        confidence_inputs: int. Inputs of the checkpoint's head that predicts acceptance, which is not loaded; 0: there
+            is none.
         layers: tuple. The mask of every drafter layer.
         draft_vocab_size: int or None. Tokens of the drafter's own lm_head, for a part of the target's vocabulary; None:
             it drafts with the target's lm_head.
@@ -68,7 +117,7 @@ class DFlashConfig:
         output_multiplier: float. Factor of the logits.
         final_logit_softcapping: float or None. Cap c of c * tanh(x / c) on the multiplied logits x; None: no cap.
         rope_type: "default", "linear", "yarn" or "llama3".
-        is_speculators: bool. Whether the checkpoint is in the speculators format. Otherwise it is in z-lab's.
+        format: ZLAB, SPECULATORS or DEEPSPEC.
     """
 
     path: str
@@ -80,6 +129,10 @@ class DFlashConfig:
     attention_bias: bool
     vocab_size: int
     block_size: int
+    predicts_from_anchor: bool
+    conv: Convolutions | None
+    pairs: Pairs | None
+    confidence_inputs: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
@@ -91,13 +144,17 @@ class DFlashConfig:
     rope_type: str
     rope_parameters: dict[str, Any]
     rms_norm_eps: float
-    is_speculators: bool
+    format: str
 
     @property
     def window(self) -> int | None:
         """Return the window size of the sliding layers; None: every layer is full."""
         windows = {layer.window for layer in self.layers if layer.window is not None}
         return windows.pop() if windows else None
+
+    def draft_rows(self, block_size: int) -> int:
+        """Return the rows of the drafter's forward for `block_size` verified tokens."""
+        return block_size - 1 if self.predicts_from_anchor else block_size
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
         """Return the bytes of one token's keys and values in all layers, on one of `tp_size` ranks.
@@ -121,18 +178,29 @@ class DFlashConfig:
             ConfigError: a field is missing or makes no sense; names it and its value.
         """
         read = _Reader(config, path)
-        is_speculators = config.get("speculators_model_type") == SPECULATORS
         num_layers = read.positive_int("num_hidden_layers")
-        num_target_layers = None if is_speculators else read.positive_int("num_target_layers")
+        # Only the default of the captured layers needs it.
+        is_optional = read.get("num_target_layers") is None and read.get("target_layer_ids") is not None
+        num_target_layers = None if is_optional else read.positive_int("num_target_layers")
         num_heads, num_kv_heads = read.heads()
         vocab_size, hidden_size = read.positive_int("vocab_size"), read.positive_int("hidden_size")
         target_hidden_size = config.get("target_hidden_size")
         if target_hidden_size not in (None, hidden_size):
             raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
         # Related drafters have them; this package does not compute them.
-        for field, off in (("attention_sink_bias", False), ("attention_value_scale", 1), ("conv_kernel_size", 0)):
+        for field, off in (
+            ("attention_sink_bias", False),
+            ("attention_value_scale", 1),
+            ("gating", False),
+            ("aux_hidden_norms", False),
+        ):
             if read.get(field) not in (None, off):
                 raise read.error(field, read.get(field), f"{json.dumps(off)} or nothing")
+        predicts_from_anchor = read.flag("sample_from_anchor")
+        draft_rows, draft_vocab_size = read.block_size(), read.draft_vocab_size(vocab_size)
+        pairs = read.pairs(vocab_size)
+        if pairs is not None and draft_vocab_size is not None:
+            raise read.error("draft_vocab_size", draft_vocab_size, f"vocab_size={vocab_size}, as pairs have all tokens")
         return cls(
             path=path,
             hidden_size=hidden_size,
@@ -142,12 +210,16 @@ class DFlashConfig:
             intermediate_size=read.positive_int("intermediate_size"),
             attention_bias=bool(config.get("attention_bias", False)),
             vocab_size=vocab_size,
-            block_size=read.block_size(),
+            block_size=draft_rows + 1 if predicts_from_anchor else draft_rows,
+            predicts_from_anchor=predicts_from_anchor,
+            conv=read.convolutions(hidden_size, draft_rows),
+            pairs=pairs,
+            confidence_inputs=read.confidence_inputs(hidden_size, pairs),
             mask_token_id=read.mask_token_id(),
             target_layer_ids=read.target_layer_ids(num_layers, num_target_layers),
             num_target_layers=num_target_layers,
             layers=read.layers(num_layers),
-            draft_vocab_size=read.draft_vocab_size(vocab_size),
+            draft_vocab_size=draft_vocab_size,
             input_embedding_scale=read.positive_number("input_embedding_scale", default=1.0),
             output_multiplier=read.positive_number("output_multiplier", default=1.0),
             final_logit_softcapping=read.positive_number("final_logit_softcapping", default=None),
@@ -155,7 +227,7 @@ class DFlashConfig:
             # SGLang adds and removes this name.
             rope_parameters={name: value for name, value in config["rope_parameters"].items() if name != "type"},
             rms_norm_eps=read.positive_number("rms_norm_eps", default=None),
-            is_speculators=is_speculators,
+            format=config.get("dflash_format", ZLAB),
         )
 
     def check_target(self, target: TargetFacts) -> None:
@@ -188,11 +260,15 @@ class DFlashConfig:
                 f"num_target_layers={self.num_target_layers} of {where} does not fit the target {target.path}, "
                 f"which has num_hidden_layers={target.num_layers}."
             )
+        # Until they are served.
+        for part, value in (("convolutions", self.conv), ("pairs", self.pairs)):
+            if value is not None:
+                found.append(f"{where} has {part} ({value}), which are not served.")
         # SGLang captures the input of layer id + 1, so it cannot capture the output of the last layer.
         bad = [i for i in self.target_layer_ids if not 0 <= i < target.num_layers - 1]
         if bad:
             # As the checkpoint writes them.
-            field, first = ("aux_hidden_state_layer_ids", 1) if self.is_speculators else ("target_layer_ids", 0)
+            field, first = ("aux_hidden_state_layer_ids", 1) if self.format == SPECULATORS else ("target_layer_ids", 0)
             found.append(
                 f"{field}={[i + first for i in self.target_layer_ids]} of {where} names {[i + first for i in bad]}; "
                 f"the target {target.path} has {target.num_layers} layers, of which {first} to "
@@ -310,6 +386,54 @@ class _Reader:
         if value < 2:
             raise self.error("block_size", value, "at least 2: the bonus token and one mask token")
         return value
+
+    def flag(self, field: str) -> bool:
+        value = self.get(field)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(field, value, "true, false or nothing")
+        return bool(value)
+
+    def convolutions(self, hidden_size: int, draft_rows: int) -> Convolutions | None:
+        found = self.sizes("conv_kernel_size", "conv_group_size")
+        if found is None:
+            return None
+        taps, group_size = found
+        if taps > draft_rows:
+            raise self.error("conv_kernel_size", taps, f"at most the {draft_rows} rows of a block")
+        if hidden_size % group_size:
+            raise self.error("conv_group_size", group_size, f"a divisor of hidden_size={hidden_size}")
+        return Convolutions(taps, group_size)
+
+    def pairs(self, vocab_size: int) -> Pairs | None:
+        selector, markov_rank = self.sizes("selector_rank", "selector_top_k"), self.get("markov_rank")
+        if selector is not None:
+            rank, num_candidates = selector
+            if markov_rank:
+                raise self.error("markov_rank", markov_rank, f"nothing with selector_rank={rank}")
+            if not 2 <= num_candidates <= min(MAX_CANDIDATES, vocab_size):
+                raise self.error("selector_top_k", num_candidates, f"2 to {MAX_CANDIDATES}, at most vocab_size")
+            return Pairs(SELECTOR, rank, num_candidates)
+        if markov_rank in (None, 0):
+            return None
+        # The names that checkpoints give them.
+        kinds = {"vanilla": MARKOV, "gated": GATED}
+        kind = self.get("markov_head_type") or "vanilla"
+        if kind not in kinds:
+            raise self.error("markov_head_type", kind, f"one of {', '.join(kinds)}")
+        return Pairs(kinds[kind], self.positive_int("markov_rank"), min(MAX_CANDIDATES, vocab_size))
+
+    def confidence_inputs(self, hidden_size: int, pairs: Pairs | None) -> int:
+        if not self.flag("enable_confidence_head"):
+            return 0
+        if pairs is None:
+            raise self.error("enable_confidence_head", True, "false without a Markov head (markov_rank=0)")
+        return hidden_size + (pairs.rank if self.flag("confidence_head_with_markov") else 0)
+
+    def sizes(self, first: str, second: str) -> tuple[int, int] | None:
+        """Return two sizes that make a part; None: there is no such part."""
+        if self.get(first) in (None, 0) and self.get(second) in (None, 0):
+            return None
+        return self.positive_int(first), self.positive_int(second)
 
     def heads(self) -> tuple[int, int]:
         heads, kv_heads = self.positive_int("num_attention_heads"), self.positive_int("num_key_value_heads")

@@ -3,8 +3,10 @@
 Formats:
     z-lab (https://github.com/z-lab/dflash): a Qwen3 config with `dflash_config`. Older checkpoints keep `block_size`,
         `mask_token_id`, `target_layer_ids` and `is_causal` at the top, newer ones inside `dflash_config`.
-    speculators (https://github.com/vllm-project/speculators): `speculators_model_type: "dflash"`, the layers' config
-        nested in `transformer_layer_config`, and layer ids that count the embedding as 0.
+    speculators (https://github.com/vllm-project/speculators): `speculators_model_type`, the layers' config nested in
+        `transformer_layer_config`, and layer ids that count the embedding as 0.
+    DeepSpec (https://github.com/deepseek-ai/DeepSpec): a copy of the target's config with the drafter's fields at the
+        top. `block_size` counts drafts, as the bonus token's row predicts.
 """
 
 from __future__ import annotations
@@ -17,16 +19,43 @@ import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
-from sglang_dflash.checkpoint.config import ARCHITECTURE, SPECULATORS, is_positive_number
+from sglang_dflash.checkpoint.config import ARCHITECTURE, DEEPSPEC, SPECULATORS, is_positive_number
 from sglang_dflash.errors import ConfigError
 
-# Related drafters that are not served, and the words in their configs that identify them.
-_OTHER_DRAFTERS = {
-    "DFlash2": ("dflash2", "selector_rank"),
-    "Domino": ("domino",),
-    "DSpark": ("dspark", "markov_rank"),
-    "LiLiCoRR": ("lilicorr",),
+# z-lab's architectures that have convolutions and a selector. The library cannot build them without.
+_WITH_SELECTOR = ("DFlash2DraftModel", "DFlash2BeamDraftModel")
+_ZLAB_ARCHITECTURES = (ARCHITECTURE, *_WITH_SELECTOR)
+_DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
+# Defaults of fields by `speculators_model_type`, in z-lab's terms. speculators writes all fields, and vLLM's copies of
+# the configs leave some out.
+_OF_DFLASH = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
+_SPECULATORS_DEFAULTS = {
+    "dflash": _OF_DFLASH,
+    "dflash2": _OF_DFLASH
+    | {
+        "sliding_window_non_causal": True,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+    "dspark": _OF_DFLASH
+    | {
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
 }
+# Related drafters that are not served, and what identifies them.
+_OTHER_ARCHITECTURES = {
+    "DSparkDraftModel": "DSpark",
+    "LingDSparkModel": "DSpark",
+    "Gemma4DSparkModel": "DSpark of Gemma 4",
+    "MiniMaxDFlash2DraftModel": "DFlash2 of MiniMax",
+}
+_OTHER_WORDS = {"Domino": "domino", "LiLiCoRR": "lilicorr", "XPress": "xpress"}
 # Kinds of RoPE whose angles depend on the position only.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -66,8 +95,10 @@ def is_dflash(raw: dict[str, Any]) -> bool:
     if _other_drafter(raw) is not None:
         return False
     if "speculators_model_type" in raw:
-        return raw["speculators_model_type"] == SPECULATORS
-    return ARCHITECTURE in _architectures(raw) and isinstance(raw.get("dflash_config"), dict)
+        return raw["speculators_model_type"] in _SPECULATORS_DEFAULTS
+    names = _architectures(raw)
+    is_zlab = not set(names).isdisjoint(_ZLAB_ARCHITECTURES) and isinstance(raw.get("dflash_config"), dict)
+    return is_zlab or _DEEPSPEC_ARCHITECTURE in names
 
 
 def refuse_others(raw: dict[str, Any], path: str) -> None:
@@ -75,18 +106,20 @@ def refuse_others(raw: dict[str, Any], path: str) -> None:
     other = _other_drafter(raw)
     if other is not None:
         raise ConfigError(
-            f"--speculative-draft-model-path {path} is a {other} checkpoint (architectures={_architectures(raw)}), "
-            "which sglang-dflash does not serve; it needs a DFlash checkpoint."
+            f"--speculative-draft-model-path {path} is not served by sglang-dflash: it is a checkpoint of {other} "
+            f"(architectures={_architectures(raw)}); "
+            "set it to a DFlash checkpoint."
         )
     if is_dflash(raw):
         return
     if "speculators_model_type" in raw:
-        found = f"speculators_model_type={raw['speculators_model_type']!r}; expected '{SPECULATORS}'."
+        served = ", ".join(_SPECULATORS_DEFAULTS)
+        found = f"speculators_model_type={raw['speculators_model_type']!r}; expected one of {served}."
     else:
         has_dflash = isinstance(raw.get("dflash_config"), dict)
         found = (
             f"architectures={_architectures(raw)} and {'a' if has_dflash else 'no'} dflash_config; "
-            f"expected architectures=['{ARCHITECTURE}'] and a dflash_config."
+            f"expected one of {', '.join(_ZLAB_ARCHITECTURES)} and a dflash_config, or {_DEEPSPEC_ARCHITECTURE}."
         )
     raise ConfigError(f"--speculative-draft-model-path {path} is not a DFlash checkpoint: its config.json has {found}")
 
@@ -101,7 +134,12 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
     Raises:
         ConfigError: a field makes no sense.
     """
-    fields = _from_speculators(raw, path) if "speculators_model_type" in raw else dict(raw)
+    if "speculators_model_type" in raw:
+        fields = _from_speculators(raw, path)
+    elif _DEEPSPEC_ARCHITECTURE in _architectures(raw):
+        fields = _from_deepspec(raw, path)
+    else:
+        fields = _from_zlab(raw, path)
     _settle_windows(fields, path)
     # The layers are Qwen3's for every `model_type`. The class of that type knows the defaults of missing fields.
     model_type = fields.get("model_type") or Qwen3Config.model_type
@@ -162,15 +200,29 @@ def _architectures(raw: dict[str, Any]) -> list[str]:
 
 
 def _other_drafter(raw: dict[str, Any]) -> str | None:
+    """Return the name of a related drafter that is not served; None: it is none of them."""
+    for name in _architectures(raw):
+        if name in _OTHER_ARCHITECTURES:
+            return _OTHER_ARCHITECTURES[name]
     dflash = raw.get("dflash_config")
     dflash = dflash if isinstance(dflash, dict) else {}
-    words = [*_architectures(raw), raw.get("model_type"), raw.get("speculators_model_type"), *raw]
-    words += [*dflash, *dflash.values()]
+    projector = dflash.get("projector_type") or raw.get("projector_type")
+    if projector == "dspark":
+        return "DSpark"
+    if dflash.get("attention_mode") or raw.get("attention_mode"):
+        return "DFlash with latent attention (attention_mode)"
+    words = [*_architectures(raw), raw.get("speculators_model_type"), projector, *raw, *dflash]
     words = [word.lower() for word in words if isinstance(word, str)]
-    for other, marks in _OTHER_DRAFTERS.items():
-        if any(mark in word for mark in marks for word in words):
-            return other
-    return None
+    return next((other for other, mark in _OTHER_WORDS.items() if any(mark in word for word in words)), None)
+
+
+def _from_zlab(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a copy of z-lab's fields, under the one architecture that this package registers."""
+    if not set(_architectures(raw)).isdisjoint(_WITH_SELECTOR):
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if not (raw["dflash_config"].get(name) or raw.get(name)):
+                raise _error(name, None, f"a positive integer, as {_architectures(raw)[0]} has that part", path)
+    return raw | {"architectures": [ARCHITECTURE], "dflash_config": dict(raw["dflash_config"])}
 
 
 def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
@@ -178,10 +230,12 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise _error("transformer_layer_config", layers, "the config of the drafter's layers", path)
-    if raw.get("sample_from_anchor"):
-        raise _error("sample_from_anchor", True, "false: DFlash's first row is the bonus token", path)
-    is_two_sided = raw.get("sliding_window_non_causal")
-    if is_two_sided is not None and not isinstance(is_two_sided, bool):
+    own = {
+        name: default if raw.get(name) is None else raw[name]
+        for name, default in _SPECULATORS_DEFAULTS[raw["speculators_model_type"]].items()
+    }
+    is_two_sided = own.pop("sliding_window_non_causal")
+    if not isinstance(is_two_sided, bool):
         raise _error("sliding_window_non_causal", is_two_sided, "true or false", path)
     ids = raw.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -189,17 +243,44 @@ def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return layers | {
         "architectures": [ARCHITECTURE],
-        "speculators_model_type": SPECULATORS,
-        "block_size": raw.get("block_size"),
+        "dflash_format": SPECULATORS,
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "target_hidden_size": raw.get("target_hidden_size"),
         # Full layers are bidirectional in any case.
         "is_causal": False if is_two_sided else None,
-        "dflash_config": {
+        "dflash_config": own
+        | {
             "mask_token_id": raw.get("mask_token_id"),
             "target_layer_ids": [i - 1 for i in ids],
         },
         **({"dtype": dtype} if dtype else {}),
+    }
+
+
+def _from_deepspec(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return z-lab's fields of a DeepSpec config. Its bonus token's row always predicts."""
+    for name, served in (("sample_from_anchor", True), ("has_embed_tokens", False)):
+        if raw.get(name) not in (None, served):
+            raise _error(name, raw[name], f"{str(served).lower()} or nothing", path)
+    own = {
+        name: raw.get(name)
+        for name in (
+            "block_size",
+            "mask_token_id",
+            "target_layer_ids",
+            "markov_rank",
+            "markov_head_type",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        )
+    }
+    # z-lab's library chooses layers where none are named. DeepSpec's does not.
+    if own["target_layer_ids"] is None:
+        raise _error("target_layer_ids", None, "ascending, distinct layer numbers", path)
+    return raw | {
+        "architectures": [ARCHITECTURE],
+        "dflash_format": DEEPSPEC,
+        "dflash_config": own | {"sample_from_anchor": True},
     }
 
 

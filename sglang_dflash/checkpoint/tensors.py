@@ -1,6 +1,6 @@
 """Tensors of a DFlash checkpoint: required ones, optional ones, and a check of those that are there.
 
-Shapes: H hidden size, D head dimension, V the target's vocabulary, v the drafter's own if it has one.
+Shapes: H hidden size, D head dimension, V the target's vocabulary, v the drafter's own if it has one, r rank of pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
-from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.config import DEEPSPEC, GATED, SELECTOR, ZLAB, DFlashConfig, Pairs
 from sglang_dflash.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -26,6 +26,11 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 # Names of dtypes in headers of safetensors files. Others keep their names.
 _HEADER_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 _HEADER_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
+
+
+# Ends of the names under which SGLang's modules have some tensors without `.weight`. z-lab publishes them so, and its
+# library writes them with it.
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 class Tensor(NamedTuple):
@@ -43,8 +48,10 @@ class Tensor(NamedTuple):
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a tensor's name without `model.`, which some checkpoints put before it."""
-    return name.removeprefix("model.")
+    """Return a tensor's name without `model.`, which some checkpoints put before it, and as z-lab spells it."""
+    name = name.removeprefix("model.")
+    plain = name.removesuffix(".weight")
+    return plain if plain in _CODEBOOKS else name
 
 
 def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
@@ -76,20 +83,59 @@ def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
         expected |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if config.draft_vocab_size is not None:
         expected |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    for part in part_tensors(config).values():
+        expected |= part
     return expected
+
+
+def part_tensors(config: DFlashConfig) -> dict[str, dict[str, Shape]]:
+    """Return name and shape of the tensors of each optional part that the drafter has, by the name of the part."""
+    parts = {}
+    if config.conv is not None:
+        taps, hidden = config.conv.taps, config.hidden_size
+        weights = {
+            # Side (input, output), tap, channel.
+            "base_kernel": (2, taps, hidden),
+            "kernel_projection.weight": (2 * taps * hidden // config.conv.group_size, hidden),
+        }
+        parts["convolutions"] = {
+            f"layers.{i}.{conv}.{name}": shape
+            for i in range(len(config.layers))
+            for conv in ("attention_conv", "mlp_conv")
+            for name, shape in weights.items()
+        }
+    if config.pairs is not None:
+        parts["pairs"] = _pair_tensors(config.pairs, config)
+    return parts
+
+
+def _pair_tensors(pairs: Pairs, config: DFlashConfig) -> dict[str, Shape]:
+    codebook = (config.vocab_size, pairs.rank)
+    if pairs.kind == SELECTOR:
+        projection = {"candidate_selector.hidden_projection.weight": (pairs.rank, config.hidden_size)}
+        return dict.fromkeys(_CODEBOOKS, codebook) | projection
+    tensors = {"markov_head.markov_w1.weight": codebook, "markov_head.markov_w2.weight": codebook}
+    if pairs.kind == GATED:
+        tensors["markov_head.gate_proj.weight"] = (pairs.rank, config.hidden_size + pairs.rank)
+        tensors["markov_head.gate_proj.bias"] = (pairs.rank,)
+    return tensors
 
 
 def spare_tensors(config: DFlashConfig) -> dict[str, Shape]:
     """Return name and shape of the tensors that a checkpoint may have and that are not loaded.
 
-    A speculators checkpoint may have frozen copies of the target's embedding, lm_head and norm. Its own library takes
-    them from the target, too.
+    speculators and DeepSpec checkpoints may have frozen copies of the target's embedding, lm_head and norm. Their own
+    libraries take them from the target, too. A confidence head predicts acceptance, which this package measures.
     """
-    if not config.is_speculators:
+    if config.format == ZLAB:
         return {}
+    spare = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    if config.confidence_inputs:
+        spare |= {"confidence_head.proj.weight": (1, config.confidence_inputs), "confidence_head.proj.bias": (1,)}
+    if config.format == DEEPSPEC:
+        return spare | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
     head = (config.draft_vocab_size or config.vocab_size, config.hidden_size)
-    spare = {
-        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+    spare |= {
         "verifier_lm_head.weight": head,
         "verifier_norm.weight": (config.hidden_size,),
         "t2d": (config.vocab_size,),

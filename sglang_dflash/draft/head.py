@@ -23,6 +23,7 @@ class DraftHead:
         target_tokens: torch.Tensor | None = None,
         multiplier: float = 1.0,
         softcap: float | None = None,
+        predicts_from_anchor: bool = False,
     ) -> None:
         """
         Args:
@@ -33,6 +34,7 @@ class DraftHead:
                 are the same.
             multiplier: factor of the logits.
             softcap: soft cap of the logits after that. None: there is none.
+            predicts_from_anchor: the first row of a block predicts the first draft. Otherwise it predicts nothing.
         """
         self._lm_head = lm_head
         self._argmax = VocabArgmax(lm_head, tp_group)
@@ -41,6 +43,7 @@ class DraftHead:
         self._shortlist = Shortlist.of(lm_head, k) if k == 1 or softcap is None else None
         self._target_tokens = target_tokens
         self._multiplier, self._softcap = multiplier, softcap
+        self._first_row = 0 if predicts_from_anchor else 1
 
     @classmethod
     def of(
@@ -52,7 +55,15 @@ class DraftHead:
             lm_head, target_tokens = target_lm_head, None
         else:
             lm_head, target_tokens = drafter.lm_head, drafter.target_tokens
-        return cls(lm_head, tp_group, k, target_tokens, config.output_multiplier, config.final_logit_softcapping)
+        return cls(
+            lm_head,
+            tp_group,
+            k,
+            target_tokens,
+            config.output_multiplier,
+            config.final_logit_softcapping,
+            config.predicts_from_anchor,
+        )
 
     def refresh(self) -> None:
         """Update copies of weights that have changed. Call it before a cycle."""
@@ -64,7 +75,7 @@ class DraftHead:
 
         Args:
             block_ids: [bs, W] int64. Column 0 has the bonus tokens.
-            hidden_states: [bs * W, H]. Of the drafter.
+            hidden_states: [bs * W, H], or [bs * (W - 1), H] where the first row predicts. Of the drafter.
 
         Returns:
             [bs, W] int64. The bonus token and W - 1 draft tokens.
@@ -73,7 +84,7 @@ class DraftHead:
         if self._shortlist is None:
             tokens = self._argmax(self._logits(hidden_states, bs))
         else:
-            logits, columns, _ = self._shortlist(_drafting_rows(hidden_states, bs))
+            logits, columns, _ = self._shortlist(self._drafting_rows(hidden_states, bs))
             tokens = self._argmax.of_one_part(logits[:, 0], columns[:, 0])
         tokens = self._in_target(tokens)
         return torch.cat((block_ids[:, :1], tokens.view(bs, width - 1)), dim=1)
@@ -82,7 +93,7 @@ class DraftHead:
         """Return the best k tokens of every position after the bonus token.
 
         Args:
-            hidden_states: [bs * W, H]. Of the drafter.
+            hidden_states: as in :meth:`__call__`.
 
         Returns:
             tokens: [bs, W - 1, k] int64, the most probable first.
@@ -97,19 +108,18 @@ class DraftHead:
                 logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
             logits, tokens, log_sums = self._top(logits)
         else:
-            logits, tokens, log_sums = self._top.of_one_part(*self._shortlist(_drafting_rows(hidden_states, bs)))
+            logits, tokens, log_sums = self._top.of_one_part(*self._shortlist(self._drafting_rows(hidden_states, bs)))
         shape = (bs, -1, logits.shape[1])
         return self._in_target(tokens).view(shape), logits.view(shape), log_sums.view(bs, -1)
 
     def _logits(self, hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
         """Return the logits of the draft tokens, [bs * (W - 1), columns of the shard]."""
-        return self._lm_head.quant_method.apply(self._lm_head, _drafting_rows(hidden_states, bs).flatten(0, 1))
+        return self._lm_head.quant_method.apply(self._lm_head, self._drafting_rows(hidden_states, bs).flatten(0, 1))
 
     def _in_target(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens of this head to the target's."""
         return tokens if self._target_tokens is None else self._target_tokens[tokens]
 
-
-def _drafting_rows(hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
-    """Return [bs, W - 1, H]: all hidden states of blocks but the first, which predicts the known bonus token."""
-    return hidden_states.unflatten(0, (bs, -1))[:, 1:]
+    def _drafting_rows(self, hidden_states: torch.Tensor, bs: int) -> torch.Tensor:
+        """Return the hidden states of blocks that predict drafts, [bs, W - 1, H]."""
+        return hidden_states.unflatten(0, (bs, -1))[:, self._first_row :]

@@ -140,12 +140,20 @@ class DecodeCycle:
         self.clock.mark(APPENDED)
         return CycleOutput(batch, output, verified, grammar_tree)
 
+    def draft_rows(self, draft_length: int) -> int:
+        """Return the rows of the drafter's forward for W = `draft_length`."""
+        return self._model.dflash_config.draft_rows(draft_length)
+
+    def draft_block(self, block: Block) -> Block:
+        """Return the rows of blocks that the drafter's forward has."""
+        return block.first_rows(self.draft_rows(block.input_ids.shape[0] // block.seq_lens.shape[0]))
+
     def draft_batch(self, batch: ForwardBatch, block: Block) -> ForwardBatch:
         """Return the drafter's batch of blocks. Its `seq_lens` are still the target's.
 
         Args:
             batch: the target's, with `seq_lens_cpu` for planning: lengths with the N verified tokens, or upper bounds.
-            block: the same requests.
+            block: the drafter's rows of the same requests.
         """
         kv_lens = batch.seq_lens_cpu
         if self._window is not None:
@@ -166,7 +174,8 @@ class DecodeCycle:
         return self.verification.draft(self._head, hidden_states, batch, block)
 
     def _forward_draft(self, batch: ForwardBatch, block: Block, executor: CycleExecutor) -> torch.Tensor:
-        """Run the drafter over the blocks and return its hidden states, [bs * W, H]."""
+        """Run the drafter over its rows of the blocks and return their hidden states, [bs * rows, H]."""
+        block = self.draft_block(block)
         draft_batch = self.draft_batch(batch, block)
         plan, translator = draft_batch.kv_loc_plan, self.draft_runner.kv_index_translator
         if self._window is not None:

@@ -99,8 +99,9 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             longest: the runner of the largest N; None: this is it.
         """
         self.num_tokens, self._min_bs = num_tokens, min_bs
-        # W.
+        # W, and the rows of the drafter's forward.
         self._draft_length = min(num_tokens, cycle.block_size)
+        self._draft_rows = cycle.draft_rows(self._draft_length)
         self._cycle = cycle
         target_backend = attn_backend or model_runner.attn_backend
         self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
@@ -109,7 +110,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._draft_plan = None
         # Length 1 has no drafts.
         if self._draft_length > 1:
-            self._draft_plan = block_plan(self.draft_backend, self._draft_length)
+            self._draft_plan = block_plan(self.draft_backend, self._draft_rows)
             bound_index_buffer(self.draft_backend, longest and longest.draft_backend)
             # A drafter's backends plan on the GPU alone (`backends.DRAFT_BACKENDS`).
             assert not self._draft_plan.needs_host_lens
@@ -149,7 +150,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         attn_backend = cycle.verification.graph_backend(num_tokens)
         draft_length = min(num_tokens, cycle.block_size)
         if draft_length > 1:
-            draft_backend = build_backend(cycle.draft_runner, draft_length)
+            draft_backend = build_backend(cycle.draft_runner, cycle.draft_rows(draft_length))
         return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, min_bs, longest=self)
 
     @contextmanager
@@ -182,7 +183,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._block = Block.of(*rows, buffers.req_pool_indices[: self.max_bs], buffers.seq_lens[: self.max_bs])
         if self._draft_plan is not None:
             # SGLang has given its own backend its buffers by now.
-            self.draft_backend.init_cuda_graph_state(self.max_bs, num_tokens)
+            self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_bs * self._draft_rows)
         self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
         super().capture()
 
@@ -201,7 +202,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         batch = prepared[0]
         block = self._block.take(batch.batch_size, self._draft_length)
         if self._draft_plan is not None:
-            self._draft_plan.capture(self._cycle.draft_batch(batch, block))
+            self._draft_plan.capture(self._cycle.draft_batch(batch, self._cycle.draft_block(block)))
         if batch.batch_size not in self._drafts:
             # Pinned memory cannot be allocated during a capture.
             shape = (batch.batch_size, self._draft_length)

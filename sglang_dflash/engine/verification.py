@@ -127,7 +127,20 @@ class Verification(ABC):
 
     def block_batch(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> ForwardBatch:
         """Return the drafter's batch: `batch` with the tokens of `block`."""
-        return batch
+        blocks = replace(
+            batch,
+            input_ids=block.input_ids,
+            positions=block.positions,
+            out_cache_loc=block.out_cache_loc,
+            spec_info=DFlashVerifyInput(
+                draft_token=block.input_ids,
+                positions=block.positions,
+                draft_token_num=block.input_ids.shape[0] // batch.batch_size,
+                capture_hidden_mode=batch.spec_info.capture_hidden_mode,
+            ),
+        )
+        draft_runner.kv_index_translator.bind_runner_slots(blocks)
+        return blocks
 
     @abstractmethod
     def draft_root(self, batch: ForwardBatch, block: Block) -> Drafts:
@@ -139,7 +152,7 @@ class Verification(ABC):
 
         Args:
             head: the drafter's lm_head.
-            hidden_states: [bs * W, H] of the drafter.
+            hidden_states: [bs * rows, H] of the drafter.
             batch: the target's.
             block: the same requests.
         """
@@ -195,7 +208,7 @@ class Verification(ABC):
 
 
 class ChainVerification(Verification):
-    """One chain of drafts per request. The drafter's block is what the target verifies: N = W."""
+    """One chain of drafts per request, N = W. The drafter's block is in the memory of the verified tokens."""
 
     def __init__(
         self,
@@ -227,6 +240,12 @@ class ChainVerification(Verification):
     def place_roots(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
         # The block's own positions are there.
         pass
+
+    def block_batch(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> ForwardBatch:
+        if block.input_ids.shape == batch.input_ids.shape:
+            # What the target verifies is the drafter's block.
+            return batch
+        return super().block_batch(batch, block, draft_runner)
 
     def draft_root(self, batch: ForwardBatch, block: Block) -> Drafts:
         return Drafts(block.input_ids.view(batch.batch_size, -1))
@@ -328,22 +347,6 @@ class TreeVerification(Verification):
     def place_roots(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
         # All nodes begin where the root is. `draft` adds their depths.
         positions.view(len(seq_lens), -1).copy_(seq_lens[:, None])
-
-    def block_batch(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> ForwardBatch:
-        blocks = replace(
-            batch,
-            input_ids=block.input_ids,
-            positions=block.positions,
-            out_cache_loc=block.out_cache_loc,
-            spec_info=DFlashVerifyInput(
-                draft_token=block.input_ids,
-                positions=block.positions,
-                draft_token_num=block.input_ids.shape[0] // batch.batch_size,
-                capture_hidden_mode=batch.spec_info.capture_hidden_mode,
-            ),
-        )
-        draft_runner.kv_index_translator.bind_runner_slots(blocks)
-        return blocks
 
     def draft_root(self, batch: ForwardBatch, block: Block) -> Drafts:
         trees = self._trees(batch)

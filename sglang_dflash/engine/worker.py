@@ -81,7 +81,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         """Build the drafter's attention backends and the cycle, and have the target's graphs capture it."""
-        with override_num_draft_tokens(self._loaded.block_size):
+        draft_rows = self.draft_model_runner.model.dflash_config.draft_rows(self._loaded.block_size)
+        with override_num_draft_tokens(draft_rows):
             super().init_attention_backends()
         target_runner = self.target_worker.model_runner
         self._built = BuiltCycle.build(self._loaded, self._pools, target_runner, self.draft_model_runner)

@@ -73,9 +73,9 @@ def test_dflash_config_is_no_object(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash2 checkpoint"),
-        ({"architectures": ["DominoDraftModel"]}, "is a Domino checkpoint"),
-        ({"speculators_model_type": "dspark", "model_type": "speculator_model"}, "is a DSpark checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "a checkpoint of Domino "),
+        ({"architectures": ["DSparkDraftModel"]}, "a checkpoint of DSpark "),
+        ({"speculators_model_type": "xpress", "model_type": "speculator_model"}, "a checkpoint of XPress "),
         ({"speculators_model_type": "eagle3", "model_type": "speculator_model"}, "speculators_model_type='eagle3'"),
     ],
 )
@@ -119,7 +119,6 @@ def test_file_that_is_cut(tmp_path):
         ({"hidden_size": 128}, "hidden_size=128"),
         ({"vocab_size": 2048}, "vocab_size=2048"),
         ({"num_target_layers": 6}, "num_target_layers=6"),
-        ({"num_target_layers": None}, "num_target_layers=None"),
         ({"target_layer_ids": [0, 1, 3]}, "names [3]"),
         ({"target_layer_ids": [0, 1, 40]}, "names [40]"),
         ({"target_layer_ids": [-1, 0, 1]}, "names [-1]"),

@@ -111,5 +111,28 @@ def zlab_default_layers(path: Path) -> Path:
     return write(path, config, {name: weights[name] for name in weights if ".1." not in name and ".2." not in name})
 
 
+def speculators_anchor(path: Path) -> Path:
+    """Write a drafter whose bonus token's row predicts, with 7 drafts."""
+    return write(path, speculators_config(sample_from_anchor=True, block_size=7), tensors())
+
+
+def deepspec(path: Path) -> Path:
+    """Write DeepSpec's block7: a copy of the target's config, the drafter's fields at the top, 7 drafts."""
+    target = json.loads((TARGET_DIR / "config.json").read_text())
+    config = {name: CONFIG[name] for name in CONFIG if name not in ("dflash_config", "layer_types", "sliding_window")}
+    config = target | config | CONFIG["dflash_config"]
+    config |= {"layer_types": ["full_attention"] * NUM_LAYERS, "use_sliding_window": False, "block_size": 7}
+    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
+    copies = {
+        "embed_tokens.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+        "lm_head.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+    }
+    return write(path, config | {"tie_word_embeddings": False, "num_anchors": 512}, tensors() | copies)
+
+
 # In groups of two, so that two servers can start together.
-FORMATS = [(speculators_symmetric, speculators_reduced), (zlab_new_places, zlab_default_layers)]
+FORMATS = [
+    (speculators_symmetric, speculators_reduced),
+    (zlab_new_places, zlab_default_layers),
+    (speculators_anchor, deepspec),
+]

@@ -28,13 +28,18 @@ class Oracle:
         self._drafter = ReferenceDrafter.from_pretrained(drafter, torch.float32)
         self._generate = functools.cache(self._compute)
 
+    @property
+    def block_size(self) -> int:
+        """The drafter's own block size."""
+        return self._drafter.config.block_size
+
     def generate(
         self,
         input_ids: list[int],
         max_new_tokens: int,
         *,
         ignore_eos: bool = False,
-        block_size: int = 16,
+        block_size: int | None = None,
         draft_window: int | None = None,
         page_size: int = 1,
         num_nodes: int | None = None,
@@ -48,7 +53,7 @@ class Oracle:
         input_ids: tuple[int, ...],
         max_new_tokens: int,
         ignore_eos: bool,
-        block_size: int,
+        block_size: int | None,
         draft_window: int | None,
         page_size: int,
         num_nodes: int | None,

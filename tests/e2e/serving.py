@@ -95,6 +95,7 @@ class Settings:
         env: environment variables.
         plain: settings of the server without speculation, if they differ. Its text does not depend on the layout of its
             KV and steps, so all layouts are compared with one server.
+        trained: block size of the drafter.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Settings:
     plain_flags: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     plain: Settings | None = None
+    trained: int = 16
 
     def __str__(self) -> str:
         return self.name
@@ -110,7 +112,7 @@ class Settings:
     @property
     def block_size(self) -> int:
         """Return W of the drafter's forward."""
-        asked = dict(self.dflash_flags).get("speculative-dflash-block-size", 16)
+        asked = dict(self.dflash_flags).get("speculative-dflash-block-size", self.trained)
         return asked if self.num_nodes is None else min(asked, self.num_nodes)
 
     @property
@@ -119,7 +121,7 @@ class Settings:
         flags = dict(self.dflash_flags)
         if flags.get("speculative-eagle-topk", 1) == 1:
             return None
-        return flags.get("speculative-num-draft-tokens", flags.get("speculative-dflash-block-size", 16))
+        return flags.get("speculative-num-draft-tokens", flags.get("speculative-dflash-block-size", self.trained))
 
     @property
     def num_rows(self) -> int:

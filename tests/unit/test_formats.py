@@ -10,9 +10,15 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, TargetFacts
+from sglang_dflash.checkpoint.config import Convolutions, DFlashConfig, LayerAttention, Pairs, TargetFacts
 from sglang_dflash.checkpoint.formats import is_dflash, refuse_others, to_qwen3_config
-from sglang_dflash.checkpoint.tensors import Tensor, draft_to_target, expected_tensors, tensor_problems
+from sglang_dflash.checkpoint.tensors import (
+    Tensor,
+    draft_to_target,
+    expected_tensors,
+    part_tensors,
+    tensor_problems,
+)
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.requests.update_weights import differences
 
@@ -118,7 +124,7 @@ def test_new_places_are_read_as_the_old():
 def test_speculators_are_read_as_z_lab():
     theirs, ours = vars(read(SPECULATORS)), vars(read(ZLAB))
     different = {name for name in ours if theirs[name] != ours[name]}
-    assert different == {"num_target_layers", "is_speculators"}
+    assert different == {"format"}
 
 
 def test_defaults_that_speculators_leave_out():
@@ -146,7 +152,6 @@ def test_default_target_layers(num_layers, num_target_layers, ids):
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None"),
         ({"aux_hidden_state_layer_ids": [3, 2]}, "target_layer_ids=[2, 1]"),
         ({"transformer_layer_config": None}, "transformer_layer_config=None"),
-        ({"sample_from_anchor": True}, "sample_from_anchor=True"),
         ({"sliding_window_non_causal": "false"}, "sliding_window_non_causal='false'"),
         ({"target_hidden_size": 512}, "target_hidden_size=512"),
         ({"draft_vocab_size": 2048}, "draft_vocab_size=2048"),
@@ -176,15 +181,15 @@ def test_speculators_layer_that_cannot_be_captured():
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "a DFlash2 checkpoint"),
-        ({"speculators_model_type": "dflash2"}, "a DFlash2 checkpoint"),
-        (ZLAB | {"selector_rank": 256}, "a DFlash2 checkpoint"),
-        (with_dflash(projector_type="domino"), "a Domino checkpoint"),
-        ({"architectures": ["DominoDraftModel"]}, "a Domino checkpoint"),
-        ({"speculators_model_type": "dspark"}, "a DSpark checkpoint"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "a DSpark checkpoint"),
-        (with_dflash(markov_rank=8), "a DSpark checkpoint"),
-        (with_dflash(lilicorr_enabled=True, lilicorr_rank=8), "a LiLiCoRR checkpoint"),
+        ({"architectures": ["MiniMaxDFlash2DraftModel"], "dflash_config": {}}, "a checkpoint of DFlash2 of MiniMax "),
+        (with_dflash(attention_mode="mla"), "a checkpoint of DFlash with latent attention (attention_mode) "),
+        ({"speculators_model_type": "xpress"}, "a checkpoint of XPress "),
+        (with_dflash(projector_type="domino"), "a checkpoint of Domino "),
+        ({"architectures": ["DominoDraftModel"]}, "a checkpoint of Domino "),
+        ({"architectures": ["LingDSparkModel"]}, "a checkpoint of DSpark "),
+        ({"architectures": ["Gemma4DSparkModel"]}, "a checkpoint of DSpark of Gemma 4 "),
+        (with_dflash(projector_type="dspark"), "a checkpoint of DSpark "),
+        (with_dflash(lilicorr_enabled=True, lilicorr_rank=8), "a checkpoint of LiLiCoRR "),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures=['Qwen3ForCausalLM'] and no dflash_config"),
         ({}, "architectures=[] and no dflash_config"),
@@ -197,6 +202,146 @@ def test_other_drafters(raw, named):
     assert str(caught.value).startswith("--speculative-draft-model-path here is ") and named in str(caught.value)
 
 
+# --- optional parts -------------------------------------------------------------------------------------------------
+
+DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 7, "selector_top_k": 5}
+DEEPSPEC = without(ZLAB, "dflash_config") | ZLAB["dflash_config"] | {"architectures": ["Qwen3DSparkModel"]}
+DEEPSPEC |= {"block_size": 7, "layer_types": None, "use_sliding_window": False}
+
+
+def test_parts_of_v1():
+    drafter = read(ZLAB)
+    assert (drafter.conv, drafter.pairs, drafter.predicts_from_anchor) == (None, None, False)
+    assert (drafter.block_size, drafter.draft_rows(16), part_tensors(drafter)) == (16, 16, {})
+
+
+@pytest.mark.parametrize("raw", [ZLAB | DFLASH2, with_dflash(**DFLASH2)])
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel"])
+def test_convolutions_and_selector(raw, architecture):
+    """They are read wherever they are, and whatever the class is called."""
+    drafter = read(raw | {"architectures": [architecture]})
+    assert drafter.conv == Convolutions(taps=3, group_size=4)
+    assert drafter.pairs == Pairs("selector", rank=7, num_candidates=5)
+    assert not drafter.predicts_from_anchor
+
+
+def test_speculators_dflash2():
+    """speculators' defaults, where a config leaves fields out."""
+    drafter = read(
+        without(SPECULATORS, "block_size", "sliding_window_non_causal") | {"speculators_model_type": "dflash2"}
+    )
+    assert drafter.conv == Convolutions(taps=2, group_size=16)
+    assert drafter.pairs == Pairs("selector", rank=256, num_candidates=16)
+    assert (drafter.block_size, drafter.predicts_from_anchor, drafter.layers) == (8, False, (BOTH, BOTH, FULL))
+
+
+@pytest.mark.parametrize("raw", [with_dflash(sample_from_anchor=True, block_size=7), DEEPSPEC])
+def test_anchor_rows(raw):
+    """`block_size` counts the drafts of such checkpoints. The package counts verified tokens."""
+    drafter = read(raw)
+    assert drafter.predicts_from_anchor and drafter.pairs is None
+    assert (drafter.block_size, drafter.draft_rows(8), drafter.draft_rows(3)) == (8, 7, 2)
+    assert drafter.mismatches(TARGET) == []
+
+
+@pytest.mark.parametrize(("head_type", "kind"), [(None, "markov"), ("vanilla", "markov"), ("gated", "gated")])
+def test_markov_heads(head_type, kind):
+    fields = {"markov_rank": 9, "markov_head_type": head_type}
+    theirs = SPECULATORS | {"speculators_model_type": "dspark", "block_size": 7}
+    for raw in (DEEPSPEC | fields, theirs | fields):
+        drafter = read(raw)
+        assert drafter.pairs == Pairs(kind, rank=9, num_candidates=16)
+        assert (drafter.block_size, drafter.predicts_from_anchor) == (8, True)
+
+
+def test_defaults_of_dspark():
+    drafter = read(SPECULATORS | {"speculators_model_type": "dspark"})
+    assert drafter.pairs == Pairs("markov", rank=256, num_candidates=16)
+    # The hidden state, and the vector of the token before.
+    assert drafter.confidence_inputs == 256 + 256
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        *((with_dflash(**without(DFLASH2, name)), f"{name}=None") for name in DFLASH2),
+        *(
+            (with_dflash(**without(DFLASH2, name)) | {"architectures": ["DFlash2DraftModel"]}, f"{name}=None")
+            for name in DFLASH2
+        ),
+        (ZLAB | {"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size=None"),
+        (with_dflash(**DFLASH2 | {"conv_kernel_size": 17}), "conv_kernel_size=17"),
+        (with_dflash(**DFLASH2 | {"conv_group_size": 7}), "conv_group_size=7"),
+        (with_dflash(**DFLASH2 | {"selector_rank": -1}), "selector_rank=-1"),
+        (with_dflash(**DFLASH2 | {"selector_top_k": 1}), "selector_top_k=1"),
+        (with_dflash(**DFLASH2 | {"selector_top_k": 17}), "selector_top_k=17"),
+        (with_dflash(**DFLASH2, markov_rank=8), "markov_rank=8"),
+        (with_dflash(sample_from_anchor=1), "sample_from_anchor=1"),
+        (DEEPSPEC | {"markov_rank": 8, "markov_head_type": "rnn"}, "markov_head_type='rnn'"),
+        (DEEPSPEC | {"markov_rank": "8"}, "markov_rank='8'"),
+        (DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": True}, "enable_confidence_head=True"),
+        (DEEPSPEC | {"sample_from_anchor": False}, "sample_from_anchor=False"),
+        (DEEPSPEC | {"has_embed_tokens": True}, "has_embed_tokens=True"),
+        (DEEPSPEC | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        (DEEPSPEC | {"target_layer_ids": None}, "target_layer_ids=None"),
+        (SPECULATORS | {"speculators_model_type": "dflash2", "draft_vocab_size": 512}, "draft_vocab_size=512"),
+        (SPECULATORS | {"speculators_model_type": "dspark", "draft_vocab_size": 512}, "draft_vocab_size=512"),
+    ],
+)
+def test_parts_that_make_no_sense(raw, named):
+    with pytest.raises(ConfigError) as caught:
+        read(raw)
+    assert named in str(caught.value) and "here" in str(caught.value)
+
+
+def test_tensors_of_parts():
+    drafter = read(with_dflash(**DFLASH2))
+    parts = part_tensors(drafter)
+    assert len(expected_tensors(drafter)) == 15 * 3 + 6
+    assert parts["convolutions"]["layers.2.mlp_conv.base_kernel"] == (2, 3, 256)
+    # Sides, taps and groups of 4 channels.
+    assert parts["convolutions"]["layers.0.attention_conv.kernel_projection.weight"] == (2 * 3 * 64, 256)
+    assert parts["pairs"] == {
+        "candidate_selector.predecessor_codebook": (1024, 7),
+        "candidate_selector.successor_codebook": (1024, 7),
+        "candidate_selector.hidden_projection.weight": (7, 256),
+    }
+    gated = read(DEEPSPEC | {"markov_rank": 9, "markov_head_type": "gated"})
+    assert part_tensors(gated)["pairs"] == {
+        "markov_head.markov_w1.weight": (1024, 9),
+        "markov_head.markov_w2.weight": (1024, 9),
+        "markov_head.gate_proj.weight": (9, 256 + 9),
+        "markov_head.gate_proj.bias": (9,),
+    }
+
+
+def test_codebooks_under_both_names():
+    """z-lab publishes them without `.weight`, and its library writes them with it."""
+    drafter = read(with_dflash(**DFLASH2))
+    published = tensors(expected_tensors(drafter))
+    saved = [
+        tensor._replace(name=f"{tensor.name}.weight") if tensor.name.endswith("_codebook") else tensor
+        for tensor in published
+    ]
+    assert tensor_problems(drafter, published) == tensor_problems(drafter, saved) == []
+    [problem] = tensor_problems(drafter, [tensor for tensor in saved if "successor" not in tensor.name])
+    assert problem == "missing candidate_selector.successor_codebook [1024, 7]"
+
+
+def test_copies_of_deepspec():
+    """Frozen copies of the target's embedding and lm_head, and the confidence head, are there and not loaded."""
+    head = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    drafter = read(DEEPSPEC | {"markov_rank": 9} | head)
+    copies = {"embed_tokens.weight": (1024, 256), "lm_head.weight": (1024, 256)}
+    confidence = {"confidence_head.proj.weight": (1, 256 + 9), "confidence_head.proj.bias": (1,)}
+    assert tensor_problems(drafter, tensors(expected_tensors(drafter) | copies | confidence)) == []
+    plain = read(DEEPSPEC)
+    assert tensor_problems(plain, tensors(expected_tensors(plain) | confidence)) == [
+        "unexpected confidence_head.proj.weight [1, 265]",
+        "unexpected confidence_head.proj.bias [1]",
+    ]
+
+
 # --- fields that change the drafter ---------------------------------------------------------------------------------
 
 
@@ -207,7 +352,7 @@ def test_input_embedding_scale(raw):
 
 @pytest.mark.parametrize(
     ("field", "value", "off"),
-    [("attention_sink_bias", True, False), ("attention_value_scale", 0.5, 1.0), ("conv_kernel_size", 4, 0)],
+    [("attention_sink_bias", True, False), ("attention_value_scale", 0.5, 1.0), ("gating", True, False)],
 )
 def test_field_of_related_drafters(field, value, off):
     assert read(with_dflash(**{field: off})) == read(ZLAB)

@@ -92,7 +92,7 @@ def test_every_mismatch_is_found(capsys, tmp_path):
     [
         ({"block_size": 1}, "block_size=1"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"architectures": ["DominoDraftModel"]}, "a Domino checkpoint"),
+        ({"architectures": ["DominoDraftModel"]}, "a checkpoint of Domino "),
         ({"dflash_config": None}, "is not a DFlash checkpoint"),
         ({"rope_theta": float("nan")}, "rope_theta=nan"),
         ({"dtype": "x"}, "dtype='x'"),

@@ -6,7 +6,7 @@ H hidden size, F = len(target_layer_ids) * H.
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -76,18 +76,17 @@ def dflash_generate(
     while not is_finished(tokens, max_new_tokens, stop_token_ids):
         # Draft. The bonus token is the last committed one; neither model has its KV yet.
         seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
-        draft_logits = draft_block(
-            target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from
-        )
+        hidden = draft_block(target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from)
+        draft_logits = drafter.draft_logits(hidden, target.get_output_embeddings())
 
         # Verify. Accept the drafts that the target agrees with, then the bonus: the target's token after the last
         # match. Accepted drafts equal the target's tokens, so both are read from the target's output.
         if num_nodes is None:
-            draft_tokens = drafter.token_ids[draft_logits.argmax(-1)]
+            draft_tokens = follow_chain(drafter, draft_logits, hidden, tokens[-1])
             accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
         else:
             log_probs, text = draft_logits.float().log_softmax(-1), Text(input_ids.tolist() + tokens)
-            drafts = Drafts(log_probs, drafter.token_ids, num_candidates, text)
+            drafts = Drafts(log_probs, drafter.token_ids, num_candidates, text, pair_scores(drafter, hidden))
             tree = grow_tree(drafts, num_nodes)
             path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
             accepted = target_tokens[path].tolist()
@@ -261,7 +260,7 @@ def draft_block(
     block_size: int,
     seen_from: int = 0,
 ) -> Tensor:
-    """Run one drafter forward over `[bonus, mask x (W - 1)]`, right after the context.
+    """Run one drafter forward over the rows of `[bonus, mask x (W - 1)]` that it has, right after the context.
 
     Args:
         target, drafter: the models.
@@ -271,17 +270,47 @@ def draft_block(
         seen_from: first position of the context that the drafter sees.
 
     Returns:
-        [W - 1, V]. Logits of the drafts. Position i predicts itself; there is no shift.
+        [W - 1, H]. Hidden states that predict the drafts.
     """
-    seq_len = context_length(context_kv)
-    block = torch.full((block_size,), drafter.config.mask_token_id, device=target.device)
+    seq_len, is_shifted = context_length(context_kv), drafter.config.sample_from_anchor
+    rows = block_size - is_shifted
+    block = torch.full((rows,), drafter.config.mask_token_id, device=target.device)
     block[0] = bonus
     block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
-    block_positions = torch.arange(seq_len, seq_len + block_size, device=target.device)
+    block_positions = torch.arange(seq_len, seq_len + rows, device=target.device)
     context_positions = torch.arange(seen_from, seq_len, device=target.device)
     seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
     hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
-    return drafter.draft_logits(hidden[0, 0, 1:], target.get_output_embeddings())
+    return hidden[0, 0, 0 if is_shifted else 1 :]
+
+
+def pair_scores(drafter: ReferenceDrafter, hidden: Tensor) -> Callable[[int, int, Tensor], Tensor] | None:
+    """Return the scores of tokens [K] at a depth >= 1 after a token, for hidden states [W - 1, H]; None: no pairs."""
+    if drafter.pairs is None:
+        return None
+    return lambda before, depth, tokens: drafter.pairs(torch.tensor(before), hidden[depth - 1], tokens)
+
+
+def follow_chain(drafter: ReferenceDrafter, logits: Tensor, hidden: Tensor, bonus: int) -> Tensor:
+    """Return the best draft of each position after the draft before it.
+
+    Args:
+        drafter: the model.
+        logits: [W - 1, V].
+        hidden: [W - 1, H]. What the logits are computed from.
+        bonus: the token before the first draft.
+
+    Returns:
+        [W - 1] int64.
+    """
+    pairs = pair_scores(drafter, hidden)
+    if pairs is None:
+        return drafter.token_ids[logits.argmax(-1)]
+    drafts = [bonus]
+    for depth, row in enumerate(logits, start=1):
+        best, tokens = row.topk(drafter.pairs.num_candidates)
+        drafts.append(int(tokens[(best + pairs(drafts[-1], depth, tokens)).argmax()]))
+    return torch.tensor(drafts[1:], device=logits.device)
 
 
 def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:

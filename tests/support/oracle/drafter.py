@@ -11,12 +11,14 @@ Two paths share the weights of every layer:
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.oracle.parts import BlockConv, CandidateSelector, MarkovHead
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Qwen3Config
@@ -30,7 +32,15 @@ Mask = Tensor | BlockMask
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Fields of a `config.json` that shape the drafter. `rope` is the same config, for transformers' RoPE."""
+    """Fields of a `config.json` that shape the drafter. `rope` is the same config, for transformers' RoPE.
+
+    Attributes:
+        block_size: verified tokens of a block, with the bonus token.
+        sample_from_anchor: whether the bonus token's row predicts the first draft. Then the drafter has one row less.
+        conv: taps and group size; None: there are no convolutions.
+        selector: rank and number of candidates; None: there is no selector.
+        markov: rank, and whether it is gated; None: there is no Markov head.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -50,16 +60,28 @@ class ReferenceConfig:
     layer_types: tuple[str, ...]
     sliding_window: int | None
     is_causal: bool | None
+    sample_from_anchor: bool
+    conv: tuple[int, int] | None
+    selector: tuple[int, int] | None
+    markov: tuple[int, bool] | None
+    output_multiplier: float
+    final_logit_softcapping: float | None
+
+    @property
+    def draft_rows(self) -> int:
+        return self.block_size - self.sample_from_anchor
 
     @classmethod
     def from_dict(cls, config: dict) -> "ReferenceConfig":
-        """Read a `config.json` of z-lab or speculators.
+        """Read a `config.json` of z-lab, speculators or DeepSpec.
 
         `use_sliding_window: false`, or no `layer_types`, makes every layer full. `is_causal` is None if the config has
         none. Then full layers are bidirectional in the block, and sliding layers are causal.
         """
         if "speculators_model_type" in config:
             config = _from_speculators(config)
+        elif config["architectures"] == ["Qwen3DSparkModel"]:
+            config = config | {"dflash_config": {"sample_from_anchor": True}}
         own = config | {name: value for name, value in config["dflash_config"].items() if value is not None}
         num_layers = config["num_hidden_layers"]
         layer_types = config.get("layer_types")
@@ -85,12 +107,19 @@ class ReferenceConfig:
             input_embedding_scale=own.get("input_embedding_scale", 1.0),
             vocab_size=config["vocab_size"],
             draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
-            block_size=own["block_size"],
+            # Where the bonus token's row predicts, the field counts drafts.
+            block_size=own["block_size"] + own.get("sample_from_anchor", False),
             mask_token_id=own["mask_token_id"],
             target_layer_ids=tuple(target_layer_ids),
             layer_types=tuple(layer_types),
             sliding_window=config.get("sliding_window"),
             is_causal=own.get("is_causal"),
+            sample_from_anchor=own.get("sample_from_anchor", False),
+            conv=(own["conv_kernel_size"], own["conv_group_size"]) if "conv_kernel_size" in own else None,
+            selector=(own["selector_rank"], own["selector_top_k"]) if "selector_rank" in own else None,
+            markov=(own["markov_rank"], own.get("markov_head_type") == "gated") if own.get("markov_rank") else None,
+            output_multiplier=own.get("output_multiplier", 1.0),
+            final_logit_softcapping=own.get("final_logit_softcapping"),
         )
 
 
@@ -101,6 +130,9 @@ def _from_speculators(config: dict) -> dict:
         "target_layer_ids": [i - 1 for i in config["aux_hidden_state_layer_ids"]],
         "is_causal": False if config["sliding_window_non_causal"] else None,
     }
+    optional = ("sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    optional += ("markov_rank", "markov_head_type")
+    dflash_config |= {name: config[name] for name in optional if name in config}
     layers = config["transformer_layer_config"]
     return layers | {"draft_vocab_size": config["draft_vocab_size"], "dflash_config": dflash_config}
 
@@ -251,10 +283,29 @@ class DFlashLayer(nn.Module):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv is not None:
+            self.attention_conv = BlockConv(config.hidden_size, *config.conv)
+            self.mlp_conv = BlockConv(config.hidden_size, *config.conv)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context_kv, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask, rows: int) -> Tensor:
+        """Return [bs, A * W, H] for x of that shape, with W = `rows`."""
+
+        def attend(x: Tensor) -> Tensor:
+            return self.self_attn(x, cos, sin, context_kv, mask)
+
+        x = x + _convolved(self.attention_conv, attend, self.input_layernorm(x), rows)
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x), rows)
+
+
+def _convolved(conv: BlockConv | None, sublayer: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
+    """Return a sublayer's output for x [bs, A * W, H], with the convolutions of its input and output, if any."""
+    if conv is None:
+        return sublayer(x)
+    x = x.unflatten(1, (-1, rows))
+    weights = conv.weights(x)
+    out = sublayer(conv(x, weights, side=0).flatten(1, 2))
+    return conv(out.unflatten(1, (-1, rows)), weights, side=1).flatten(1, 2)
 
 
 class ReferenceDrafter(nn.Module):
@@ -271,6 +322,12 @@ class ReferenceDrafter(nn.Module):
         self.hidden_norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(self.config, kind) for kind in self.config.layer_types)
         self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        self.candidate_selector = self.markov_head = None
+        tokens, hidden = self.config.vocab_size, self.config.hidden_size
+        if self.config.selector is not None:
+            self.candidate_selector = CandidateSelector(tokens, hidden, *self.config.selector)
+        if self.config.markov is not None:
+            self.markov_head = MarkovHead(tokens, hidden, *self.config.markov)
         self.has_own_head = self.config.draft_vocab_size < self.config.vocab_size
         if self.has_own_head:
             self.lm_head = nn.Linear(self.config.hidden_size, self.config.draft_vocab_size, bias=False)
@@ -280,7 +337,7 @@ class ReferenceDrafter(nn.Module):
     def from_pretrained(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceDrafter":
         """Load a folder with `config.json` and `model.safetensors`. Every tensor must match by name.
 
-        A speculators checkpoint may contain copies of the target's tensors, which are ignored.
+        A checkpoint of speculators or DeepSpec may contain copies of the target's tensors, which are ignored.
         """
         path = Path(path)
         config = json.loads((path / "config.json").read_text())
@@ -290,6 +347,9 @@ class ReferenceDrafter(nn.Module):
             copies = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"}
             copies |= set() if drafter.has_own_head else {"lm_head.weight", "d2t"}
             tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        elif config["architectures"] == ["Qwen3DSparkModel"]:
+            copies = ("embed_tokens.", "lm_head.", "confidence_head.")
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(copies)}
         drafter.load_state_dict(tensors)
         return drafter.to(dtype).eval()
 
@@ -325,7 +385,8 @@ class ReferenceDrafter(nn.Module):
             mask: of all layers; None for :func:`block_masks`.
 
         Returns:
-            [bs, A, W, H] for the target's lm_head. Position i predicts the token at position i itself.
+            [bs, A, W, H] for the target's lm_head. Position i predicts the token at position i itself, or the next one
+            with `sample_from_anchor`.
         """
         if mask is None:
             masks = block_masks(self.config, context_positions, block_positions)
@@ -334,12 +395,19 @@ class ReferenceDrafter(nn.Module):
         cos, sin = self._rope(block_positions.flatten(1))
         x = block_embeds.flatten(1, 2) * self.config.input_embedding_scale
         for layer, layer_kv in zip(self.layers, context_kv, strict=True):
-            x = layer(x, cos, sin, layer_kv, masks[layer.layer_type])
+            x = layer(x, cos, sin, layer_kv, masks[layer.layer_type], block_embeds.shape[2])
         return self.norm(x).view_as(block_embeds)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module) -> Tensor:
         """Return logits [L, V] over `token_ids` for the drafter's outputs [L, H]."""
-        return self.lm_head(hidden) if self.has_own_head else target_head(hidden.to(target_head.weight.dtype))
+        logits = self.lm_head(hidden) if self.has_own_head else target_head(hidden.to(target_head.weight.dtype))
+        logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def pairs(self) -> CandidateSelector | MarkovHead | None:
+        """The module that scores pairs of drafts; None: positions are predicted independently."""
+        return self.candidate_selector if self.candidate_selector is not None else self.markov_head
 
     @property
     def token_ids(self) -> Tensor:

@@ -5,7 +5,7 @@ Source: DDTree (arXiv 2604.12989). It is written to be read, and shares no code 
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise
@@ -22,6 +22,7 @@ class Text:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
+        self.last = tokens[-1] if tokens else None
         self._tags = dict(self._locate(first, second) for first, second in pairwise(tokens))
 
     @staticmethod
@@ -42,13 +43,16 @@ class Drafts:
         log_probs: [W - 1, V]. Row i is for depth i + 1.
         token_ids: [V] int64. Token of each column.
         num_candidates: number of candidates per depth.
-        text: up to the bonus token.
+        text: up to the bonus token, which is its last.
+        pairs: returns the scores of tokens [K] at a depth >= 1 after a token, which are added to their logits; None:
+            depths are independent.
     """
 
     log_probs: Tensor
     token_ids: Tensor
     num_candidates: int
     text: Text
+    pairs: Callable[[int, int, Tensor], Tensor] | None = None
 
     @cached_property
     def columns(self) -> Tensor:
@@ -58,13 +62,19 @@ class Drafts:
     def after(self, first: int | None, depth: int) -> Tensor:
         """Return log probabilities [V] of the tokens at a depth >= 1 after the draft `first`; None is the bonus token.
 
-        The drafter predicts depths independently. Candidates that follow `first` in the text count e^2 times as much,
-        and all are normalised again. The drafter knows the bonus token, so depth 1 is unchanged.
+        Candidates that follow `first` in the text count e^2 times as much, and all are normalised again. The drafter
+        knows the bonus token, so depth 1 is unchanged. With pairs only the candidates have a probability.
         """
         row = self.log_probs[depth - 1]
+        columns = self.columns[depth - 1].tolist()
+        if self.pairs is not None:
+            tokens = self.token_ids[columns]
+            scores = row[columns] + self.pairs(self.text.last if first is None else first, depth, tokens)
+            if first is not None:
+                scores = scores + 2 * torch.tensor([self.text.has(first, token) for token in tokens.tolist()])
+            return torch.full_like(row, -torch.inf).index_put_((torch.tensor(columns),), scores.log_softmax(-1))
         if first is None:
             return row
-        columns = self.columns[depth - 1].tolist()
         seen = [column for column in columns if self.text.has(first, int(self.token_ids[column]))]
         weighted = row.clone()
         weighted[seen] += 2
@@ -166,7 +176,10 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
         is_refused = token_ids == target_tokens[path[-1]]
         if is_refused.any():
             last = int(tree.tokens[path[-1] - 1]) if depth else None
-            to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - drafts.after(last, depth + 1)[is_refused]
+            after = drafts.after(last, depth + 1)[is_refused]
+            to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - after
+            # Pairs have no score for a token that is not a candidate. As one it could be a node.
+            to_be_a_node = to_be_a_node.where(after > -torch.inf, -torch.inf)
             to_be_a_candidate = ranked[depth, num_candidates - 1] - log_probs[depth, is_refused]
             distances.append(max(float(to_be_a_node), float(to_be_a_candidate)))
     return min(distances)
