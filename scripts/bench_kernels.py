@@ -42,6 +42,7 @@ from sglang_dflash.types import (
     KVBuffers,
     KVRows,
     KVSplit,
+    PairVectors,
     States,
     StateSlots,
     Trees,
@@ -174,6 +175,42 @@ def tables(bs: int, args: argparse.Namespace, k: int) -> Case:
     # Each request has a slot of its own.
     slots = torch.arange(bs, device=DEVICE)
     return Case((*inputs, parameters, integers(2**62, bs), pair_tables, is_chain, seq_lens(bs, args), slots), num_bytes)
+
+
+def fill_pair_table(bs: int, args: argparse.Namespace) -> Case:
+    """Fill tables of sampled requests from a selector of rank 256 and its 16 candidates."""
+    k, rank, depths = 16, 256, BLOCK_SIZE - 1
+    candidates, logits = integers(args.vocab, bs, depths, k), torch.randn(bs, depths, k, device=DEVICE)
+    before, after = torch.randn(2, args.vocab, rank, device=DEVICE).bfloat16().unbind()
+    gates = torch.randn(bs, depths, 1, rank, device=DEVICE).bfloat16()
+    vectors = PairVectors(before, after, gates.expand(-1, -1, k, -1))
+    parameters = DrawParameters.greedy(bs, DEVICE)
+    parameters.top_ks.fill_(20)
+    tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = candidates.nbytes + logits.nbytes + gates.nbytes + 2 * candidates.numel() * rank * 2
+    num_bytes += candidates.numel() * k * (TABLE_DTYPE.itemsize + 4 + 1)
+    inputs = (integers(args.vocab, bs), candidates, logits, vectors, k, parameters, integers(2**62, bs), tables)
+    return Case((*inputs, is_chain, seq_lens(bs, args), torch.arange(bs, device=DEVICE)), num_bytes)
+
+
+def follow_table(bs: int, args: argparse.Namespace) -> Case:
+    """Follow tables of a selector with 16 candidates."""
+    k, depths = 16, BLOCK_SIZE - 1
+    candidates = integers(args.vocab, bs, depths, k)
+    ranks = torch.rand(bs, depths, k, k, device=DEVICE).argsort(dim=-1).to(torch.uint8)
+    block = integers(args.vocab, bs, BLOCK_SIZE)
+    # One rank of each row, and one candidate and one draft of each position.
+    return Case((candidates, ranks, block), bs * depths * (k + 8 + 8))
+
+
+def block_conv(bs: int, args: argparse.Namespace) -> Case:
+    """Convolve the rows of blocks with two taps and groups of 16 channels."""
+    num_rows, taps, group_size = bs * BLOCK_SIZE, 2, 16
+    x = torch.randn(num_rows, HIDDEN, device=DEVICE).bfloat16()
+    delta = torch.randn(num_rows, 2, taps, HIDDEN // group_size, device=DEVICE).bfloat16()
+    base = torch.randn(2, taps, HIDDEN, device=DEVICE).bfloat16()
+    return Case((x, delta, base, 0, BLOCK_SIZE), 2 * x.nbytes + (delta.nbytes + base.nbytes) // 2)
 
 
 def grow_trees(bs: int, args: argparse.Namespace) -> Case:
@@ -483,6 +520,9 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     top_columns,
     fill_table,
     fill_wide_table,
+    fill_pair_table,
+    follow_table,
+    block_conv,
     grow_trees,
     grow_wide_trees,
     accept_paths,

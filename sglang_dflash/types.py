@@ -7,12 +7,13 @@ Letters of shapes, in the whole package:
     B   block size of the drafter: the bonus token and B - 1 drafts
     W   draft length: tokens of a block in this cycle, the bonus token included; W <= B
     N   verified tokens of a request in this cycle: nodes of a tree, or W of a chain
-    K   candidates for each position of a tree
+    K   candidates for each position of a block
     T   tokens of a batch
     V   vocabulary, or one tensor-parallel rank's shard of it
     H   hidden size
     F   captured layers of the target
     L   layers
+    r   rank: numbers of a vector of a token in scores of pairs
 
 Gated DeltaNet: HK key heads of size DK, HV value heads of size DV, and a convolution of C channels, whose state has its
 last S inputs.
@@ -68,7 +69,7 @@ class Block:
         parameters: sampling parameters of the target's tokens.
         keys: [P]. Keys of the noise of these draws; see :mod:`sglang_dflash.ops.noise`.
         is_plain: [1]. 1: the cycle advances recurrent states. 0: they advance after it.
-        is_chain: [P]. 1: the request's drafts are verified as a chain where others have trees. 0 otherwise.
+        is_chain: [P]. 1: the request needs SGLang's sampler, so its drafts are a chain, without noise. 0 otherwise.
     """
 
     input_ids: torch.Tensor
@@ -160,6 +161,22 @@ class Trees:
         rows = torch.empty((3, bs * num_nodes), dtype=torch.int64, device=device)
         nodes = torch.empty((2, bs, num_nodes), dtype=torch.int64, device=device)
         return cls(*rows.unbind(), *nodes.unbind())
+
+
+@dataclass(frozen=True)
+class PairVectors:
+    """Vectors whose products are the scores of pairs of drafts, of a drafter that has such scores.
+
+    Attributes:
+        before: [V, r]. Of the first token of a pair, contiguous.
+        after: [V, r]. Of the second token, contiguous.
+        gates: [bs, W - 1, K, r]. Factors of `before` for candidate a of the position before; dimensions may be
+            expanded, but the last one. None: there are none.
+    """
+
+    before: torch.Tensor
+    after: torch.Tensor
+    gates: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -260,10 +260,6 @@ class DFlashConfig:
                 f"num_target_layers={self.num_target_layers} of {where} does not fit the target {target.path}, "
                 f"which has num_hidden_layers={target.num_layers}."
             )
-        # Until they are served.
-        for part, value in (("convolutions", self.conv), ("pairs", self.pairs)):
-            if value is not None:
-                found.append(f"{where} has {part} ({value}), which are not served.")
         # SGLang captures the input of layer id + 1, so it cannot capture the output of the last layer.
         bad = [i for i in self.target_layer_ids if not 0 <= i < target.num_layers - 1]
         if bad:
@@ -303,6 +299,8 @@ class DFlashConfig:
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Raise :class:`ConfigError` naming the field that cannot be spread over `tp_size` ranks."""
         sizes = {"num_attention_heads": self.num_attention_heads, "intermediate_size": self.intermediate_size}
+        if self.pairs is not None and self.pairs.kind != MARKOV:
+            sizes["selector_rank" if self.pairs.kind == SELECTOR else "markov_rank"] = self.pairs.rank
         # Fewer KV heads than ranks are replicated.
         if self.num_key_value_heads >= tp_size or tp_size % self.num_key_value_heads:
             sizes["num_key_value_heads"] = self.num_key_value_heads

@@ -23,7 +23,7 @@ from sglang.srt.models.qwen3 import Qwen3DecoderLayer
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint.config import Convolutions, DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.tensors import (
     Tensor,
     check_tensors,
@@ -32,6 +32,8 @@ from sglang_dflash.checkpoint.tensors import (
     expected_tensors,
     spare_tensors,
 )
+from sglang_dflash.draft.convolutions import BlockConvolution
+from sglang_dflash.draft.pairs import CandidateSelector, MarkovHead, build_pairs
 
 # Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
 _FUSED = (
@@ -62,6 +64,37 @@ class DFlashDecoderLayer(Qwen3DecoderLayer):
         )
 
 
+class ConvolvedDecoderLayer(DFlashDecoderLayer):
+    """A layer with convolutions around its attention and its MLP."""
+
+    def __init__(
+        self, config, layer_id: int, mask: LayerAttention, conv: Convolutions, quant_config, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, mask, quant_config, prefix)
+        self.attention_conv = BlockConvolution(conv, config.hidden_size, add_prefix("attention_conv", prefix))
+        self.mlp_conv = BlockConvolution(conv, config.hidden_size, add_prefix("mlp_conv", prefix))
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        rows = hidden_states.shape[0] // forward_batch.batch_size
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        # Both sides take their weights from the normed rows, before any convolution.
+        weights = self.attention_conv.row_weights(hidden_states)
+        hidden_states = self.self_attn(
+            positions=positions,
+            hidden_states=self.attention_conv.before(hidden_states, weights, rows),
+            forward_batch=forward_batch,
+        )
+        hidden_states = self.attention_conv.after(hidden_states, weights, rows)
+        hidden_states = self.attn_boundary.finish(hidden_states, forward_batch)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        weights = self.mlp_conv.row_weights(hidden_states)
+        hidden_states = self.mlp(self.mlp_conv.before(hidden_states, weights, rows), forward_batch=forward_batch)
+        hidden_states = self.mlp_conv.after(hidden_states, weights, rows)
+        return self.ffn_boundary.finish(hidden_states, forward_batch)
+
+
 class DFlashDraftModel(nn.Module):
     """The block path (`forward`) and the inputs of the context path (`project_features`, the layers' k/v weights)."""
 
@@ -76,16 +109,31 @@ class DFlashDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         with layer_stack():
             self.layers = nn.ModuleList(
-                DFlashDecoderLayer(config, i, mask, quant_config, add_prefix(f"layers.{i}", prefix))
-                for i, mask in enumerate(self.dflash_config.layers)
+                self._new_layer(i, quant_config, add_prefix(f"layers.{i}", prefix))
+                for i in range(len(self.dflash_config.layers))
             )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         draft_vocab_size = self.dflash_config.draft_vocab_size
         if draft_vocab_size is not None:
             self.lm_head = ParallelLMHead(draft_vocab_size, config.hidden_size, prefix=add_prefix("lm_head", prefix))
             self.register_buffer("target_tokens", torch.empty(draft_vocab_size, dtype=torch.int64))
+        # Scores of pairs of drafts, if the drafter has them.
+        self.pairs: CandidateSelector | MarkovHead | None = None
+        if self.dflash_config.pairs is not None:
+            name, module = build_pairs(
+                self.dflash_config.pairs, config.hidden_size, self.dflash_config.vocab_size, prefix
+            )
+            self.add_module(name, module)
+            # Not as a module: its parameters have one name, that of checkpoints.
+            object.__setattr__(self, "pairs", module)
         self._target_embedding: list[nn.Module] = []
         self._embedding_scale = 1.0
+
+    def _new_layer(self, layer_id: int, quant_config, prefix: str) -> DFlashDecoderLayer:
+        mask, conv = self.dflash_config.layers[layer_id], self.dflash_config.conv
+        if conv is None:
+            return DFlashDecoderLayer(self.config, layer_id, mask, quant_config, prefix)
+        return ConvolvedDecoderLayer(self.config, layer_id, mask, conv, quant_config, prefix)
 
     def use_target_embedding(self, embedding: nn.Module) -> None:
         """Draft with the target's embedding, which is not registered as a module of the drafter."""
@@ -167,7 +215,7 @@ class DFlashDraftModel(nn.Module):
 
 def _load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:
     for separate, fused, shard in _FUSED:
-        if f".{separate}." in name:
+        if name.startswith("layers.") and f".{separate}." in name:
             param = params[name.replace(separate, fused)]
             param.weight_loader(param, tensor, shard)
             return

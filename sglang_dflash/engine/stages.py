@@ -59,9 +59,10 @@ class LoadedModels:
     Attributes:
         block_size: B.
         mask_token_id: of the drafter's checkpoint.
-        num_candidates: K, 1 for chains. A target that has no trees gets chains in spite of it.
+        num_candidates: candidates that trees take after the same draft, 1 for chains. A target that has no trees gets
+            chains in spite of it.
         asks_for_trees: the user asked for trees, so that an obstacle is an error.
-        head: the drafter's lm_head, for K candidates.
+        head: the drafter's lm_head.
         sampler: chooses tokens for requests that need SGLang's sampler.
         bigrams: pairs of tokens in the texts of all running requests; None for chains.
         metrics: acceptance and stage times.
@@ -161,13 +162,11 @@ class BuiltCycle:
 
     Attributes:
         cycle: chains or trees.
-        num_candidates: K, 1 for chains.
-        head: the drafter's lm_head, for K candidates.
+        head: the drafter's lm_head, for chains or for trees.
         bigrams: see :class:`LoadedModels`.
     """
 
     cycle: DecodeCycle
-    num_candidates: int
     head: DraftHead
     bigrams: Bigrams | None
 
@@ -199,7 +198,7 @@ class BuiltCycle:
                 loaded.block_size,
                 simulated,
                 attention=TreeAttentionBackend(target_runner),
-                num_candidates=k,
+                num_candidates=head.num_candidates,
                 bigrams=bigrams,
                 counts_accepted=get_spec().speculative_adaptive or loaded.metrics.are_exported,
             )
@@ -214,7 +213,7 @@ class BuiltCycle:
             simulated=simulated,
             clock=loaded.metrics.clock,
         )
-        return cls(cycle, k, head, bigrams)
+        return cls(cycle, head, bigrams)
 
 
 def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> str | None:
@@ -263,7 +262,7 @@ class Serving:
         cycles_per_choice = 1 if longest is None else CYCLES_PER_CHOICE
         # Exported metrics are exact. One rank exports, but all of them must learn the same at the same time.
         counted_every = 1 if get_observability().enable_metrics else cycles_per_choice
-        tree_counts = TreeCounts(built.num_candidates, counted_every)
+        tree_counts = TreeCounts(built.head.num_candidates, counted_every)
         verification = built.cycle.verification
         if not is_adaptive:
             graphs = None if longest is None else CycleGraphs(longest, ())
@@ -281,7 +280,7 @@ def describe(loaded: LoadedModels, pools: Pools, built: BuiltCycle, draft_runner
     return {
         "block_size": loaded.block_size,
         "verified_rows": built.cycle.verification.num_tokens,
-        "candidates_per_position": built.num_candidates,
+        "candidates_per_position": built.head.num_candidates,
         "draft_attention_backend": draft_runner.decode_attention_backend_str,
         "draft_window_size": get_spec().speculative_draft_window_size,
         # The present size: SGLang may shrink the pools once CUDA graphs have taken their memory.

@@ -106,15 +106,18 @@ class Verification(ABC):
     # --- one cycle, in the order of its steps -------------------------------------------------------------------------
 
     def chains(self, fallback: list[int], bs: int, device: torch.device) -> torch.Tensor | None:
-        """Return which requests get a chain where others get a tree.
+        """Return which requests get a chain without noise: those that need SGLang's sampler.
 
         Args:
-            fallback: indices of requests that need SGLang's sampler.
+            fallback: their indices.
 
         Returns:
-            [bs] int64, 1 for a chain; None: all requests get the same.
+            [bs] int64, 1 for these; None: there are none.
         """
-        return None
+        if not fallback:
+            return None
+        indices = set(fallback)
+        return async_h2d([i in indices for i in range(bs)], dtype=torch.int64, device=device)
 
     @abstractmethod
     def place_roots(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -251,8 +254,7 @@ class ChainVerification(Verification):
         return Drafts(block.input_ids.view(batch.batch_size, -1))
 
     def draft(self, head: DraftHead, hidden_states: torch.Tensor, batch: ForwardBatch, block: Block) -> Drafts:
-        block_tokens = block.input_ids.view(batch.batch_size, -1)
-        return Drafts(block_tokens.copy_(head(block_tokens, hidden_states)))
+        return Drafts(head.draft_chains(hidden_states, block))
 
     def accept(
         self,
@@ -338,11 +340,9 @@ class TreeVerification(Verification):
             runner.attn_backend = original
 
     def chains(self, fallback: list[int], bs: int, device: torch.device) -> torch.Tensor | None:
-        if not fallback:
-            return None
-        _log_chains()
-        indices = set(fallback)
-        return async_h2d([i in indices for i in range(bs)], dtype=torch.int64, device=device)
+        if fallback:
+            _log_chains()
+        return super().chains(fallback, bs, device)
 
     def place_roots(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> None:
         # All nodes begin where the root is. `draft` adds their depths.
@@ -359,18 +359,7 @@ class TreeVerification(Verification):
     def draft(self, head: DraftHead, hidden_states: torch.Tensor, batch: ForwardBatch, block: Block) -> Drafts:
         bs, trees = batch.batch_size, self._trees(batch)
         block_tokens = block.input_ids.view(bs, -1)
-        candidates, logits, log_sums = head.candidates(hidden_states, bs)
-        log_probs, ranks = ops.fill_table(
-            candidates,
-            logits,
-            log_sums,
-            block.parameters,
-            block.keys,
-            self._bigrams.tables,
-            block.is_chain,
-            batch.seq_lens,
-            batch.req_pool_indices,
-        )
+        candidates, log_probs, ranks = head.table(hidden_states, block, self._bigrams.tables)
         ops.grow_trees(
             block_tokens[:, 0],
             candidates,

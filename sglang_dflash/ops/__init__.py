@@ -23,10 +23,13 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.kernels.begin_bigrams import begin_bigrams
+    from sglang_dflash.ops.kernels.block_conv import block_conv
     from sglang_dflash.ops.kernels.commit_state import commit_state
     from sglang_dflash.ops.kernels.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.kernels.count_paths import count_paths
+    from sglang_dflash.ops.kernels.fill_pair_table import fill_pair_table
     from sglang_dflash.ops.kernels.fill_table import fill_table
+    from sglang_dflash.ops.kernels.follow_table import follow_table
     from sglang_dflash.ops.kernels.gather_window import gather_window
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
@@ -50,10 +53,13 @@ else:
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams
+    from sglang_dflash.ops.reference.block_conv import block_conv
     from sglang_dflash.ops.reference.commit_state import commit_state
     from sglang_dflash.ops.reference.convolve_nodes import convolve_nodes
     from sglang_dflash.ops.reference.count_paths import count_paths
+    from sglang_dflash.ops.reference.fill_pair_table import fill_pair_table
     from sglang_dflash.ops.reference.fill_table import fill_table
+    from sglang_dflash.ops.reference.follow_table import follow_table
     from sglang_dflash.ops.reference.gather_window import gather_window
     from sglang_dflash.ops.reference.grow_trees import grow_trees
     from sglang_dflash.ops.reference.index_kv import index_kv
@@ -78,10 +84,13 @@ __all__ = [
     "apply_penalties",
     "attend_trees",
     "begin_bigrams",
+    "block_conv",
     "commit_state",
     "convolve_nodes",
     "count_paths",
+    "fill_pair_table",
     "fill_table",
+    "follow_table",
     "gather_window",
     "grow_trees",
     "index_kv",

@@ -130,9 +130,49 @@ def deepspec(path: Path) -> Path:
     return write(path, config | {"tie_word_embeddings": False, "num_anchors": 512}, tensors() | copies)
 
 
+# Of convolutions and a selector; every field differs from the library's default.
+PARTS = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 7, "selector_top_k": 5}
+
+
+def tensors_of_parts(codebook_suffix: str = "") -> dict[str, torch.Tensor]:
+    """Return convolutions near the identity, which keep the trained layers useful, and scores that change drafts."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int, std: float) -> torch.Tensor:
+        return std * torch.randn(shape, generator=generator)
+
+    taps, groups, rank = 3, HIDDEN_SIZE // 4, 7
+    weights = {}
+    for i in range(NUM_LAYERS):
+        for conv in ("attention_conv", "mlp_conv"):
+            base = noise(2, taps, HIDDEN_SIZE, std=0.1)
+            base[:, 0] += 1
+            weights[f"layers.{i}.{conv}.base_kernel"] = base
+            weights[f"layers.{i}.{conv}.kernel_projection.weight"] = noise(2 * taps * groups, HIDDEN_SIZE, std=0.01)
+    selector = "candidate_selector."
+    weights[f"{selector}predecessor_codebook{codebook_suffix}"] = noise(VOCAB_SIZE, rank, std=1.0)
+    weights[f"{selector}successor_codebook{codebook_suffix}"] = noise(VOCAB_SIZE, rank, std=1.0)
+    weights[f"{selector}hidden_projection.weight"] = noise(rank, HIDDEN_SIZE, std=0.02)
+    return weights
+
+
+def zlab_dflash2(path: Path) -> Path:
+    """Write convolutions and a selector, a factor and a soft cap of the logits, and a causality of its own."""
+    inner = CONFIG["dflash_config"] | PARTS | {"output_multiplier": 0.8, "final_logit_softcapping": 20.0}
+    config = CONFIG | {"architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": inner}
+    return write(path, config, tensors() | tensors_of_parts())
+
+
+def speculators_dflash2(path: Path) -> Path:
+    """Write the same parts in the other format, whose codebooks have another name, with 7 drafts."""
+    config = speculators_config(speculators_model_type="dflash2", sliding_window_non_causal=True, block_size=8, **PARTS)
+    return write(path, config, tensors() | tensors_of_parts(codebook_suffix=".weight"))
+
+
 # In groups of two, so that two servers can start together.
 FORMATS = [
     (speculators_symmetric, speculators_reduced),
     (zlab_new_places, zlab_default_layers),
     (speculators_anchor, deepspec),
+    (zlab_dflash2, speculators_dflash2),
 ]

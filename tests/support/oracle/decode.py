@@ -58,7 +58,7 @@ def dflash_generate(
         page_size: the window's start is rounded down to a multiple of this.
         stop_token_ids: tokens that end the request.
         num_nodes: N of the trees to verify; None to verify chains.
-        num_candidates: candidates per depth of a tree.
+        num_candidates: most candidates of a tree that follow the same node.
     """
     block_size = block_size or drafter.config.block_size
     if num_nodes is not None:
@@ -86,7 +86,10 @@ def dflash_generate(
             accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
         else:
             log_probs, text = draft_logits.float().log_softmax(-1), Text(input_ids.tolist() + tokens)
-            drafts = Drafts(log_probs, drafter.token_ids, num_candidates, text, pair_scores(drafter, hidden))
+            pairs = pair_scores(drafter, hidden)
+            # A drafter with pairs has its own number of candidates.
+            k = num_candidates if pairs is None else drafter.pairs.num_candidates
+            drafts = Drafts(log_probs, drafter.token_ids, k, text, pairs, num_children=num_candidates)
             tree = grow_tree(drafts, num_nodes)
             path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
             accepted = target_tokens[path].tolist()

@@ -342,7 +342,11 @@ class ReferenceDrafter(nn.Module):
         path = Path(path)
         config = json.loads((path / "config.json").read_text())
         drafter = cls(config)
-        tensors = load_file(path / "model.safetensors")
+        # A codebook may be stored as the weight of an embedding.
+        tensors = {
+            name.replace("_codebook.weight", "_codebook"): tensor
+            for name, tensor in load_file(path / "model.safetensors").items()
+        }
         if "speculators_model_type" in config:
             copies = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"}
             copies |= set() if drafter.has_own_head else {"lm_head.weight", "d2t"}

@@ -46,6 +46,7 @@ class Drafts:
         text: up to the bonus token, which is its last.
         pairs: returns the scores of tokens [K] at a depth >= 1 after a token, which are added to their logits; None:
             depths are independent.
+        num_children: most candidates that may follow the same node.
     """
 
     log_probs: Tensor
@@ -53,6 +54,7 @@ class Drafts:
     num_candidates: int
     text: Text
     pairs: Callable[[int, int, Tensor], Tensor] | None = None
+    num_children: int | None = None
 
     @cached_property
     def columns(self) -> Tensor:
@@ -120,8 +122,9 @@ def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
     def open_node(node: int) -> None:
         if (depth := depths[node]) < num_depths:
             row = drafts.after(tokens[node - 1] if node else None, depth + 1)[drafts.columns[depth]]
-            for token, log_prob in zip(candidates[depth], row.tolist(), strict=True):
-                heapq.heappush(heap, (-sums[node] - log_prob, next(order), node, token))
+            children = row.sort(descending=True, stable=True)
+            for rank, log_prob in list(zip(children.indices.tolist(), children.values.tolist()))[: drafts.num_children]:
+                heapq.heappush(heap, (-sums[node] - log_prob, next(order), node, candidates[depth][rank]))
 
     open_node(0)
     while heap and len(parents) < num_nodes:

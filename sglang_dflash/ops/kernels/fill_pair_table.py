@@ -1,0 +1,161 @@
+"""Conditional log probabilities of drafts whose drafter scores pairs, a program for each position of a request."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.ops import bigrams
+from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
+from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
+from sglang_dflash.types import DrawParameters, PairVectors
+
+_LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
+_LOWEST = tl.constexpr(float("-inf"))
+# A dimension of a product has at least this many numbers. Also the most candidates.
+_PADDED = 16
+# Numbers of a vector that are multiplied at a time.
+_NUMBERS = 64
+
+
+@triton.jit
+def _number(x):
+    """Return x, and -inf for NaN."""
+    return tl.where(x == x, x, _LOWEST)
+
+
+@triton.jit
+def _fill_pair_table_kernel(
+    bonus_tokens,
+    bonus_stride,
+    candidates,
+    logits,
+    before_vectors,
+    after_vectors,
+    gates,
+    gates_request_stride,
+    gates_depth_stride,
+    gates_candidate_stride,
+    temperatures,
+    top_ks,
+    keys,
+    bigram_tables,
+    is_chain,
+    seq_lens,
+    req_pool_indices,
+    log_probs,
+    ranks,
+    num_children,
+    DEPTHS: tl.constexpr,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+    HAS_TEXTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    depth = tl.program_id(1)
+    row = request * DEPTHS + depth
+    column = tl.arange(0, PADDED)
+    is_candidate = column < K
+    token = tl.load(candidates + row * K + column, mask=is_candidate, other=0)
+    # Rows of the table belong to the candidates of the position before, or all to the bonus token.
+    has_before = is_candidate & (depth > 0)
+    bonus = tl.load(bonus_tokens + request * bonus_stride)
+    before = tl.where(depth > 0, tl.load(candidates + (row - 1) * K + column, mask=has_before, other=0), bonus)
+
+    product = tl.zeros([PADDED, PADDED], tl.float32)
+    for start in range(0, RANK, NUMBERS):
+        number = start + tl.arange(0, NUMBERS)
+        is_number = is_candidate[:, None] & (number < RANK)[None, :]
+        left = tl.load(before_vectors + before[:, None] * RANK + number[None, :], mask=is_number, other=0.0)
+        left = left.to(tl.float32)
+        if HAS_GATES:
+            places = gates + request * gates_request_stride + depth.to(tl.int64) * gates_depth_stride
+            places += column[:, None] * gates_candidate_stride + number[None, :]
+            left *= tl.load(places, mask=is_number, other=0.0).to(tl.float32)
+        right = tl.load(after_vectors + token[:, None] * RANK + number[None, :], mask=is_number, other=0.0)
+        product += tl.dot(left, tl.trans(right.to(tl.float32)), input_precision="ieee")
+
+    is_tree = tl.load(is_chain + request) == 0
+    logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
+    score = logit[None, :] + product
+    if (tl.load(top_ks + request) > 1) & is_tree:
+        prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
+        score += (tl.load(temperatures + request) * gumbel(prefix, token))[None, :]
+    score = tl.where(is_candidate[None, :], _number(score), _LOWEST)
+    if HAS_TEXTS:
+        slot, tag = locate(before[:, None], token[None, :])
+        is_pair = has_before[:, None] & is_candidate[None, :] & is_tree
+        slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
+        is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
+        score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
+    largest = tl.max(score, axis=1)
+    total = tl.sum(tl.exp(score - largest[:, None]), axis=1)
+    score = _number(score - (largest + tl.log(total))[:, None])
+
+    # The place of a candidate is the number of those that come before it. Padding comes last.
+    mine, other = score[:, :, None], score[:, None, :]
+    is_earlier = (column[None, :] < column[:, None])[None, :, :]
+    comes_first = (other > mine) | ((other == mine) & is_earlier)
+    place = tl.sum((comes_first & is_candidate[None, None, :]).to(tl.int32), axis=2)
+    out = (row * K + column[:, None]) * K + place
+    mask = is_candidate[:, None] & is_candidate[None, :]
+    tl.store(log_probs + out, tl.where(place < num_children, score, _LOWEST), mask=mask)
+    tl.store(ranks + out, tl.broadcast_to(column[None, :], (PADDED, PADDED)).to(tl.uint8), mask=mask)
+
+
+def fill_pair_table(
+    bonus_tokens: torch.Tensor,
+    candidates: torch.Tensor,
+    logits: torch.Tensor,
+    vectors: PairVectors,
+    num_children: int,
+    parameters: DrawParameters,
+    keys: torch.Tensor,
+    bigram_tables: torch.Tensor | None,
+    is_chain: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`sglang_dflash.ops.reference.fill_pair_table.fill_pair_table`."""
+    bs, depths, k = candidates.shape
+    log_probs = torch.empty((bs, depths, k, k), dtype=torch.float32, device=candidates.device)
+    ranks = torch.empty(log_probs.shape, dtype=torch.uint8, device=candidates.device)
+    if not log_probs.numel():
+        return log_probs, ranks
+    assert k <= _PADDED and vectors.before.is_contiguous() and vectors.after.is_contiguous()
+    gates = vectors.gates
+    assert gates is None or gates.stride(3) == 1
+    _fill_pair_table_kernel[(bs, depths)](
+        bonus_tokens,
+        bonus_tokens.stride(0),
+        candidates.contiguous(),
+        logits.contiguous(),
+        vectors.before,
+        vectors.after,
+        # Any valid pointer will do where there are none.
+        vectors.before if gates is None else gates,
+        *((0, 0, 0) if gates is None else gates.stride()[:3]),
+        parameters.temperatures,
+        parameters.top_ks,
+        keys,
+        keys if bigram_tables is None else bigram_tables,
+        is_chain,
+        seq_lens,
+        req_pool_indices,
+        log_probs,
+        ranks,
+        num_children,
+        DEPTHS=depths,
+        K=k,
+        RANK=vectors.before.shape[1],
+        HAS_GATES=gates is not None,
+        HAS_TEXTS=bigram_tables is not None,
+        PADDED=_PADDED,
+        NUMBERS=_NUMBERS,
+        num_warps=4,
+    )
+    return log_probs, ranks
