@@ -41,12 +41,14 @@ class Group:
         name: see tests/gpu/conftest.py.
         tests: names in the table.
         alone: no other test may use the GPUs.
+        gpus: how many they need.
         seconds: expected duration.
     """
 
     name: str
     tests: tuple[str, ...]
     alone: bool
+    gpus: int
     seconds: float
 
 
@@ -58,7 +60,7 @@ def groups_of(listed: dict, seconds: dict[str, float]) -> list[Group]:
         seconds: by group.
     """
     groups = [
-        Group(name, tuple(of_group["tests"]), of_group["alone"], seconds.get(name, UNKNOWN))
+        Group(name, tuple(of_group["tests"]), of_group["alone"], of_group["gpus"], seconds.get(name, UNKNOWN))
         for name, of_group in listed.items()
     ]
     return sorted(groups, key=lambda group: -group.seconds)
@@ -225,6 +227,10 @@ def main(arguments: list[str]) -> int:
     if unknown:
         sys.exit(f"tests/gpu has no groups {', '.join(sorted(unknown))}; --list prints them")
     gpus = count_gpus()
+    too_large = [group.name for group in groups if group.gpus > gpus]
+    if too_large:
+        print(f"left out on {gpus} GPU{'s' if gpus > 1 else ''}: {', '.join(too_large)}")
+        groups = [group for group in groups if group.gpus <= gpus]
     part, num_parts = map(int, options.part.split("/"))
     groups = part_of(groups, part, num_parts, options.processes * gpus)
     if options.groups:

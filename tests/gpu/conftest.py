@@ -3,7 +3,9 @@
 Tests of a group share engines, so one process runs a group. `scripts/test_gpu.sh` runs groups in parallel. A test
 names its group by a format string of its parameters, `@pytest.mark.group("tiny-{backend}")`. Others are in that of
 their file.
-Marker `alone`: no other test may use the GPU. Marker `rehearsed`: the test runs on a CPU too with `--rehearse`.
+
+Marker `alone`: no other test may use the GPUs, of which the test needs `gpus`.
+Marker `rehearsed`: the test runs on a CPU too with `--rehearse`.
 """
 
 import fcntl
@@ -59,9 +61,11 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--list-groups"):
         groups: dict[str, dict] = {}
         for item in here:
-            of_group = groups.setdefault(group_of(item), {"tests": [], "alone": False})
+            of_group = groups.setdefault(group_of(item), {"tests": [], "alone": False, "gpus": 1})
             of_group["tests"].append(gpu_table.test_name(item.nodeid))
-            of_group["alone"] |= item.get_closest_marker("alone") is not None
+            alone = item.get_closest_marker("alone")
+            if alone is not None:
+                of_group |= {"alone": True, "gpus": alone.kwargs.get("gpus", 1)}
         Path(config.getoption("--list-groups")).write_text(json.dumps(groups))
 
 

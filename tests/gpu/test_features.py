@@ -68,17 +68,19 @@ def test_text(backend, shape, page_size, engines, prompts):
 @pytest.mark.parametrize("shape", ["trees"])
 def test_full_pool_of_few_tokens(shape, engines, prompts):
     """SGLang retracts requests when there are no KV slots for their next tree, without being told to."""
-    # Requests are admitted as if they ended at once.
+    # Requests are admitted as if they ended at once, unless they ignore the end of text.
     flags = {"max_total_tokens": 900, "schedule_conservativeness": 0.05, "attention_backend": "fa3"}
     *_, of_plain = plain_answers(engines, "fa3", prompts)[1]
     asked = scheduling_calls(prompts)["into a full pool"]
+    for sampling in asked["sampling_params"]:
+        sampling["ignore_eos"] = False
     config = tiny("features-full-pool", shape, **flags)
     [answers] = engines.ask(config, [asked])
     compared = compare(of_plain, answers)
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     print(f"\n{compared}, {retractions} retractions")
     assert retractions > 0
-    assert all(len(answer["output_ids"]) == 300 for answer in answers)
+    assert sum(len(answer["output_ids"]) for answer in answers) > 1000
     compared.assert_ties(TIE)
 
 

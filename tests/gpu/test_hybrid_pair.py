@@ -6,7 +6,7 @@ test_hybrid_target.py has random targets of other classes.
 from dataclasses import replace
 
 import pytest
-from engines import BACKENDS, EngineConfig, Engines, greedy, tiny
+from engines import BACKENDS, ON_CPU, EngineConfig, Engines, greedy, tiny
 from pairs import (
     TIE,
     check_replays,
@@ -35,7 +35,8 @@ USUAL = {
 }
 # More tokens of the first texts.
 CONTINUED = 60
-SHAPES = {"chains": {"speculative_eagle_topk": 1}, "trees": {"speculative_eagle_topk": 8}}
+# Trees are the default.
+SHAPES = {"chains": {"speculative_eagle_topk": 1}, "trees": {}}
 
 
 def hybrid(name: str, shape: str | None, **flags) -> EngineConfig:
@@ -96,6 +97,9 @@ def test_lossless_and_acceptance(backend, shape, engines, prompts):
 
     compared.assert_ties(TIE)
     compared.assert_floor(usual(compared, USUAL[backend, shape]))
+    if ON_CPU:
+        # A part of the prompts.
+        return
     if shape == "chains":
         # Its texts differ from the CPU's earlier than the tiny pair's, and other texts have another acceptance.
         assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE, rel=0.06)

@@ -133,7 +133,7 @@ def write_pair(folder: Path, hidden_size: int) -> None:
     (folder / "drafts.json").write_text(json.dumps(known))
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.alone)])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.alone(gpus=2))])
 def ranks(request) -> int:
     if request.param > 1 and (ON_CPU or torch.cuda.device_count() < request.param):
         pytest.skip(f"needs {request.param} GPUs")

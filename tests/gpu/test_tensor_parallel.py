@@ -42,7 +42,11 @@ KINDS = [
 NUM_REQUESTS = 500
 
 
-@pytest.fixture(scope="module", params=["2-trees", "2-chains", "4-trees"])
+def with_ranks(name: str) -> object:
+    return pytest.param(name, id=name, marks=pytest.mark.alone(gpus=int(name.split("-")[0])))
+
+
+@pytest.fixture(scope="module", params=[with_ranks(name) for name in ("2-trees", "2-chains", "4-trees")])
 def servers(request, tmp_path_factory):
     """Two servers on the same GPUs, with DFLASH and without."""
     ranks, shape = request.param.split("-")
@@ -65,7 +69,6 @@ def pair(servers):
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 @pytest.mark.group("tensor-parallel-{servers}")
 def test_lossless_and_acceptance(pair: Pair, prompts):
     requests = [{"input_ids": prompt, "max_new_tokens": 128, "ignore_eos": True} for prompt in prompts]
@@ -84,7 +87,6 @@ def test_lossless_and_acceptance(pair: Pair, prompts):
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 @pytest.mark.group("tensor-parallel-{servers}")
 def test_500_mixed_requests(pair: Pair, prompts):
     """Ranks that choose different tokens would also use different lengths, and wait for each other forever."""

@@ -28,7 +28,7 @@ for i in range(2):
 
 
 def group(name: str, seconds: float = 1, alone: bool = False) -> Group:
-    return Group(name, tuple(f"test_{name}.py::test_{i}" for i in range(2)), alone, seconds)
+    return Group(name, tuple(f"test_{name}.py::test_{i}" for i in range(2)), alone, gpus=1, seconds=seconds)
 
 
 def run(folder: Path, groups: list[Group], seconds: float = 30, processes: int = 2) -> Run:
@@ -70,7 +70,7 @@ def test_parts_take_about_the_same_time():
 
 
 def test_an_unknown_group_starts_first():
-    listed = {name: {"tests": ["test_x.py::test_y"], "alone": False} for name in ("known", "new")}
+    listed = {name: {"tests": ["test_x.py::test_y"], "alone": False, "gpus": 1} for name in ("known", "new")}
     assert [g.name for g in groups_of(listed, {"known": 200.0})] == ["new", "known"]
 
 
