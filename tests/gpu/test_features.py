@@ -69,7 +69,7 @@ def test_text(backend, shape, page_size, engines, prompts):
 def test_full_pool_of_few_tokens(shape, engines, prompts):
     """SGLang retracts requests when there are no KV slots for their next tree, without being told to."""
     # Requests are admitted as if they ended at once, unless they ignore the end of text.
-    flags = {"max_total_tokens": 900, "schedule_conservativeness": 0.05, "attention_backend": "fa3"}
+    flags = {"max_total_tokens": 704, "schedule_conservativeness": 0.05, "attention_backend": "fa3"}
     *_, of_plain = plain_answers(engines, "fa3", prompts)[1]
     asked = scheduling_calls(prompts)["into a full pool"]
     for sampling in asked["sampling_params"]:

@@ -83,6 +83,7 @@ def test_host_does_not_wait(backend, shape, engines, prompts):
     with engines.checking(served(backend, shape), "sync_check") as cycles:
         compared, _ = check_texts(engines, served(backend, shape), of_plain, varied_calls(prompts))
     compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL[backend, shape]))
     print(f"\n{len(cycles)} cycles without a wait")
     assert {cycle["bs"] for cycle in cycles} == set(range(1, 9))
     assert all(cycle["replayed"] for cycle in cycles)
@@ -205,6 +206,7 @@ def test_fewer_tokens_verified(backend, shape, engines, prompts):
     with engines.checking(config, "width_check") as cycles:
         compared, _ = check_texts(engines, config, of_plain, varied_calls(prompts))
     compared.assert_ties(TIE)
+    compared.assert_floor(usual(compared, USUAL[backend, shape]))
     print(f"\n{engines.describe(config)['blocks_by_verified_rows']}")
     widths = {(cycle["bs"], cycle["width"]) for cycle in cycles}
     lengths = (1, 4, 8, 12, 16) if shape == "chains" else (1, 4, 8, 16)

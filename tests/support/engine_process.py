@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -89,6 +90,7 @@ class EngineProcess:
         if self._connection is not None:
             self._connection.close()
         self._process.end()
+        shutil.rmtree(self._address.parent)
 
 
 def run(
