@@ -101,12 +101,20 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
         new_tokens=args.new_tokens,
         plain_tokens=args.plain_tokens,
         requests=args.requests,
-        accept_length=pair.accept_length if args.accept_length is None else args.accept_length,
+        accept_length=accept_length(args, pair),
+        recorded_drafts=None if args.recorded_drafts is None else str(args.recorded_drafts),
         chat_arguments=args.chat_arguments,
         temperatures=sorted(args.temperatures),
         engine_arguments=args.engine_arguments,
         serving=make_serving(args),
     )
+
+
+def accept_length(args: argparse.Namespace, pair: Pair) -> float | None:
+    """Return the acceptance length to simulate; None: recorded drafts or the drafter's own are measured."""
+    if args.recorded_drafts is not None:
+        return None
+    return pair.accept_length if args.accept_length is None else args.accept_length
 
 
 def make_serving(args: argparse.Namespace) -> Serving | None:
@@ -285,6 +293,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
         "requests": args.requests,
         "accept_length": args.accept_length,
+        "recorded_drafts": None if args.recorded_drafts is None else args.recorded_drafts.name,
         "chat_arguments": args.chat_arguments,
         "engine_arguments": args.engine_arguments,
         "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
@@ -371,6 +380,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--accept-length", type=float, help="to simulate; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
     )
     parser.add_argument(
+        "--recorded-drafts",
+        type=Path,
+        help="simulate the pair whose drafts this file has (`train_pair.py --stage record`); the in-tree worker gets "
+        "the acceptance length of its chains",
+    )
+    parser.add_argument(
         "--adaptive",
         nargs="*",
         type=yes_or_no,
@@ -402,6 +417,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
             raise ValueError(f"--{name.replace('_', '-')}: only for --measure serving.")
+    if args.recorded_drafts is not None:
+        if args.accept_length is not None:
+            raise ValueError("--accept-length: --recorded-drafts have a length of their own; leave it out.")
+        if args.temperatures != [0.0]:
+            raise ValueError("--temperatures: --recorded-drafts are of greedy answers; leave it out.")
+        if not args.recorded_drafts.is_file():
+            raise ValueError(f"--recorded-drafts {args.recorded_drafts}: no such file.")
     if args.temperatures != [0.0] and args.measure != "requests":
         raise ValueError("--temperatures: only for --measure requests.")
     for name in args.engine_arguments:

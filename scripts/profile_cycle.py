@@ -49,6 +49,7 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
         plain_tokens=0,
         requests=None,
         accept_length=args.accept_length,
+        recorded_drafts=None,
         chat_arguments={},
         temperatures=[0.0],
     )

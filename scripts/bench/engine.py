@@ -20,6 +20,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from safetensors import safe_open
+
 from bench.pairs import NORMAL_DRAFTERS, STATE_SLOTS
 from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
@@ -42,6 +44,8 @@ OWN_ARGUMENTS = (
 
 # Length of the short answers that long ones are compared with.
 _SHORT_TOKENS = 64
+# As in `sglang_dflash.engine.simulate`, which this process does not import.
+RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
 # Fewest requests of one measurement. With fewer the figures of one client would be noisy.
 _MIN_REQUESTS = 16
 # Candidates per position of a tree.
@@ -136,6 +140,7 @@ class Workload:
         plain_tokens: for "decode", new tokens without speculation, where every cycle yields one.
         requests: for "requests" and "serving", answers per measurement; None for 4 per client, and at least 16.
         accept_length: acceptance length to simulate; None to measure the drafter's.
+        recorded_drafts: file of drafts to simulate; None to measure the drafter's.
         chat_arguments: for the chat template of the target's tokenizer.
         temperatures: for "requests", temperatures to measure.
         engine_arguments: arguments of every engine, which override the defaults.
@@ -149,6 +154,7 @@ class Workload:
     plain_tokens: int
     requests: int | None
     accept_length: float | None
+    recorded_drafts: str | None
     chat_arguments: dict
     temperatures: list[float]
     engine_arguments: dict = field(default_factory=dict)
@@ -174,13 +180,28 @@ class Workload:
         return max(prompts.tokens for prompts in self.prompts) + self.answer_tokens
 
 
-def environment(mode: str, device: str = "cuda", tp: int = 1, accept_length: float | None = None) -> dict[str, str]:
-    """Return the environment of a process that serves `mode`. The in-tree mode loads no plugin."""
+def environment(
+    mode: str,
+    device: str = "cuda",
+    tp: int = 1,
+    accept_length: float | None = None,
+    recorded_drafts: str | None = None,
+) -> dict[str, str]:
+    """Return the environment of a process that serves `mode`. The in-tree mode loads no plugin.
+
+    In place of recorded drafts the in-tree worker gets the length that chains of them commit.
+    """
     env = dict(os.environ)
     scripts = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = f"{scripts}{os.pathsep}{env['PYTHONPATH']}" if "PYTHONPATH" in env else scripts
     # Acceptance is simulated only if asked for here, not by the caller's environment.
     env.pop("SGLANG_SIMULATE_ACC_LEN", None)
+    env.pop(RECORDED_DRAFTS, None)
+    if recorded_drafts is not None and mode == "ours":
+        env[RECORDED_DRAFTS] = recorded_drafts
+    if recorded_drafts is not None and mode == "in-tree":
+        with safe_open(recorded_drafts, "pt") as records:
+            accept_length = float(records.metadata()["tokens_per_cycle"])
     if mode != "none" and accept_length is not None:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     if mode == "in-tree":
@@ -439,7 +460,9 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine", json.dumps(job)],
-            env=environment(configuration.mode, device, configuration.tp, workload.accept_length),
+            env=environment(
+                configuration.mode, device, configuration.tp, workload.accept_length, workload.recorded_drafts
+            ),
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

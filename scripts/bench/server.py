@@ -57,7 +57,9 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *server_flags(arguments)],
-            env=environment(configuration.mode, device, configuration.tp, workload.accept_length),
+            env=environment(
+                configuration.mode, device, configuration.tp, workload.accept_length, workload.recorded_drafts
+            ),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

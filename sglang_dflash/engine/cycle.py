@@ -23,7 +23,7 @@ from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.executor import CycleExecutor
 from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
-from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.engine.simulate import Simulation
 from sglang_dflash.engine.verification import Drafts, Verification
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.types import Block
@@ -69,7 +69,7 @@ class DecodeCycle:
         verification: Verification,
         window: DraftWindow | None,
         states: RecurrentState | None,
-        simulated: SimulatedAcceptance | None,
+        simulation: Simulation,
         clock: CycleClock,
     ) -> None:
         """
@@ -81,20 +81,19 @@ class DecodeCycle:
             verification: chains or trees.
             window: the part of the context that the drafter sees; None: all of it.
             states: of the target's recurrent layers; None: it has none.
-            simulated: the one of `verification`.
+            simulation: the one of `verification`.
             clock: see the class.
         """
         self.block_size, self.verification = block_size, verification
         self.draft_runner, self.clock = draft_runner, clock
         self.logits = VerifyLogits(target_model, get_parallel().tp_group)
         self._model, self._head = draft_runner.model, head
-        self._window, self._states, self._simulated = window, states, simulated
+        self._window, self._states, self._simulation = window, states, simulation
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
 
     def begin(self) -> None:
         """Prepare a cycle on the host."""
-        if self._simulated is not None:
-            self._simulated.draw(self.block_size)
+        self._simulation.begin_cycle(self.block_size)
 
     def allocate(self, bs: int, num_tokens: int) -> CycleInputs:
         """Return inputs of a cycle without a graph that verifies N = `num_tokens` tokens of each request."""
@@ -126,7 +125,9 @@ class DecodeCycle:
         with self.logits.in_shards(in_shards):
             output = executor.verify(batch)
         # 3. Accept the drafts that agree with the target, and one token of the target's after them.
-        target_tokens = self._choose(batch, output, block, in_shards)
+        target_tokens = self._simulation.choose(
+            self._choose(batch, output, block, in_shards), batch.positions, batch.seq_lens, batch.req_pool_indices
+        )
         verified = self.verification.accept(batch, block, drafts, output, target_tokens)
         if self._states is not None:
             self._states.commit(

@@ -1,10 +1,17 @@
-"""`SGLANG_SIMULATE_ACC_LEN`: acceptance forced to a length, for benchmarks of dummy weights."""
+"""Simulated acceptance, for benchmarks of dummy weights: a fixed length, or the drafts of a recorded drafter.
+
+Shapes as in :mod:`sglang_dflash.types`: bs requests, W draft length, N verified tokens, K candidates. C answers were
+recorded, of L tokens at most, with K' candidates for D positions after each token.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
@@ -12,28 +19,90 @@ from sglang.srt.speculative.spec_utils import (
     sample_simulated_acc_len,
 )
 
+from sglang_dflash import ops
+from sglang_dflash.draft.head import DraftHead, Table
 from sglang_dflash.errors import ConfigError
-from sglang_dflash.types import Acceptance
+from sglang_dflash.types import Acceptance, Block
 
 # The token that stands for every output in the mode "fixed", as in SGLang's other speculative workers.
 _FIXED_TOKEN = 100
+# Names a file that `scripts/train_pair.py --stage record` wrote.
+RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
+# Cycles after which a request goes on with another recorded answer, so that a short run sees many.
+_CYCLES_PER_ANSWER = 32
+# Requests in neighbouring slots read answers this far apart.
+_ANSWERS_PER_SLOT = 7
 
 
-class SimulatedAcceptance:
-    """Replacement for what a cycle accepted. Its length is in GPU memory, so that a CUDA graph can read it."""
+class Simulation:
+    """No simulation. Subclasses replace what a cycle drafts, chooses or accepts, on the GPU and without the host."""
+
+    def begin_cycle(self, block_size: int) -> None:
+        """Prepare the next cycle on the host."""
+
+    def check(self, vocab_size: int, num_drafts: int, num_candidates: int, has_pairs: bool) -> None:
+        """Check that a server can be simulated.
+
+        Args:
+            vocab_size: of the target.
+            num_drafts: W - 1.
+            num_candidates: K.
+            has_pairs: the drafter scores pairs of drafts.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def head(self, head: DraftHead) -> DraftHead | RecordedHead:
+        """Return a head that drafts in place of the drafter's `head`."""
+        return head
+
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the target's token after every verified token, in place of `tokens`, and end the cycle.
+
+        Args:
+            tokens: [bs * N] int64.
+            positions: [bs * N] int64. Of the verified tokens.
+            seq_lens, req_pool_indices: [bs] int64.
+        """
+        return tokens
+
+    def accept(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
+        """Return what a cycle accepts in place of `accepted`.
+
+        Args:
+            accepted: the result, whose shape stays.
+            block_tokens: [bs, W] int64. The verified tokens.
+            seq_lens: [bs] int64.
+        """
+        return accepted
+
+    def set_paths(self, paths: torch.Tensor) -> None:
+        """Change the accepted paths of trees, [bs, W] int64, to what :meth:`accept` returned."""
+
+
+class FixedLength(Simulation):
+    """`SGLANG_SIMULATE_ACC_LEN`: acceptance forced to a length.
+
+    The length is in GPU memory, so that a CUDA graph can read it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._length = torch.ones(1, dtype=torch.int64, device=device)
 
     @classmethod
-    def from_environment(cls, device: torch.device) -> SimulatedAcceptance | None:
-        """Return the simulation that the environment asks for; None: none.
+    def from_environment(cls, device: torch.device) -> FixedLength:
+        """Return the simulation that SGLang's variables ask for.
 
         Raises:
             ConfigError: a variable has an unknown value.
         """
-        if SIMULATE_ACC_LEN <= 0:
-            return None
         if not math.isfinite(SIMULATE_ACC_LEN):
             raise ConfigError(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: expected a number.")
         choices = {
@@ -45,18 +114,10 @@ class SimulatedAcceptance:
                 raise ConfigError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}.")
         return cls(device)
 
-    def draw(self, block_size: int) -> None:
-        """Choose the length of the next cycle."""
+    def begin_cycle(self, block_size: int) -> None:
         self._length.fill_(sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))
 
-    def __call__(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
-        """Return the result of a cycle in which the target accepts the simulated length in every request.
-
-        Args:
-            accepted: the real result, for its shape.
-            block_tokens: [bs, W] int64, the verified tokens.
-            seq_lens: [bs] int64.
-        """
+    def accept(self, accepted: Acceptance, block_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Acceptance:
         bs, width = accepted.out_tokens.shape
         length = self._length.clamp(max=width)
         simulated = Acceptance.empty(bs, width, seq_lens.device)
@@ -67,3 +128,131 @@ class SimulatedAcceptance:
         simulated.accept_lens.copy_(length.expand(bs))
         torch.add(seq_lens, length, out=simulated.new_seq_lens)
         return simulated
+
+    def set_paths(self, paths: torch.Tensor) -> None:
+        paths.copy_(torch.arange(paths.shape[1], device=paths.device))
+
+
+class RecordedDrafts(Simulation):
+    """`SGLANG_DFLASH_RECORDED_DRAFTS`: the drafts of a real drafter for the greedy answers of a real target.
+
+    A request writes recorded answers, from its own place on, and gets the candidates that were drafted there. What the
+    drafts accept then depends on the size and the shape of a tree as it does for the real pair, for easy and for hard
+    texts. Only greedy requests are simulated, and drafters without scores of pairs.
+    """
+
+    def __init__(self, file: Path, device: torch.device) -> None:
+        """
+        Args:
+            file: safetensors with
+                answers: [C, L + D + 1] int32. Tokens of the answers; -1 after the end.
+                num_tokens: [C] int64. Tokens at which drafts were recorded, at most L.
+                candidates: [C, L, D, K'] uint16. The most probable first.
+                sixteenths: [C, L, D, K'] uint8. Minus 16 times their log probabilities, in nats.
+            device: of the server.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        try:
+            with safe_open(file, "pt") as records:
+                read = {name: records.get_tensor(name) for name in records.keys()}  # noqa: SIM118 (not a dictionary)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{RECORDED_DRAFTS}={file}: {error}") from error
+        expected = {"answers", "num_tokens", "candidates", "sixteenths"}
+        if set(read) != expected:
+            raise ConfigError(f"{RECORDED_DRAFTS}={file}: has {sorted(read)}, expected {sorted(expected)}.")
+        self._file = file
+        self._answers = read["answers"].to(device, torch.int64)
+        self._num_tokens = read["num_tokens"].to(device)
+        self._candidates = read["candidates"].to(torch.int64).flatten(0, 1).to(device)
+        self._log_probs = read["sixteenths"].to(device, torch.float32).flatten(0, 1) / -16
+        self._cycle = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def check(self, vocab_size: int, num_drafts: int, num_candidates: int, has_pairs: bool) -> None:
+        if has_pairs:
+            raise ConfigError(f"{RECORDED_DRAFTS}={self._file}: not for drafters that score pairs of drafts.")
+        _, drafts, candidates = self._candidates.shape
+        largest = max(int(self._answers.max()), int(self._candidates.max()))
+        for name, asked, recorded in (
+            ("drafts per block", num_drafts, drafts),
+            ("candidates", num_candidates, candidates),
+            ("token", largest, vocab_size - 1),
+        ):
+            if asked > recorded:
+                raise ConfigError(f"{RECORDED_DRAFTS}={self._file}: {name} {asked} is above {recorded}.")
+
+    def head(self, head: DraftHead) -> RecordedHead:
+        return RecordedHead(head, self)
+
+    def drafts(self, block: Block, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the recorded candidates of blocks and their log probabilities, [bs, W - 1, K] int64 and float32."""
+        answer, at = self._answer_and_token(block.seq_lens, block.req_pool_indices)
+        place = answer * (len(self._candidates) // len(self._num_tokens)) + at
+        num_drafts = block.input_ids.shape[0] // block.seq_lens.shape[0] - 1
+        part = place, slice(num_drafts), slice(num_candidates)
+        return self._candidates[part], self._log_probs[part]
+
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        answer, at = self._answer_and_token(seq_lens, req_pool_indices)
+        depths = positions.view(len(seq_lens), -1) - seq_lens[:, None]
+        chosen = self._answers[answer[:, None], at[:, None] + 1 + depths].clamp(min=0)
+        self._cycle += 1
+        return chosen.view(-1)
+
+    def _answer_and_token(
+        self, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which answer each request writes, and the index of the bonus token in it, [bs] int64 each."""
+        turn = req_pool_indices * _ANSWERS_PER_SLOT + self._cycle // _CYCLES_PER_ANSWER
+        answer = turn % len(self._num_tokens)
+        return answer, seq_lens % self._num_tokens[answer]
+
+
+class RecordedHead:
+    """Draft head that takes as long as another one, and drafts what was recorded. See :class:`DraftHead`.
+
+    Attributes:
+        num_candidates: K.
+    """
+
+    def __init__(self, head: DraftHead, recorded: RecordedDrafts) -> None:
+        self.num_candidates = head.num_candidates
+        self._head, self._recorded = head, recorded
+
+    def refresh(self) -> None:
+        self._head.refresh()
+
+    def draft_chains(self, hidden_states: torch.Tensor, block: Block) -> torch.Tensor:
+        block_tokens = self._head.draft_chains(hidden_states, block)
+        candidates, _ = self._recorded.drafts(block, num_candidates=1)
+        block_tokens[:, 1:] = candidates[..., 0]
+        return block_tokens
+
+    def table(self, hidden_states: torch.Tensor, block: Block, bigram_tables: torch.Tensor | None) -> Table:
+        _, _, log_sums = self._head.candidates(hidden_states, block.seq_lens.shape[0])
+        candidates, log_probs = self._recorded.drafts(block, self.num_candidates)
+        of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
+        table = ops.fill_table(candidates, log_probs, torch.zeros_like(log_sums), *of_requests, block.req_pool_indices)
+        return candidates, *table
+
+
+def simulation(device: torch.device) -> Simulation:
+    """Return the simulation that the environment asks for.
+
+    Raises:
+        ConfigError: a variable has an unknown value, or two simulations are asked for.
+    """
+    file = os.environ.get(RECORDED_DRAFTS)
+    # NaN asks for a length, too.
+    if not SIMULATE_ACC_LEN <= 0:
+        if file:
+            raise ConfigError(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN} and {RECORDED_DRAFTS}={file}: unset one.")
+        return FixedLength.from_environment(device)
+    return RecordedDrafts(Path(file), device) if file else Simulation()

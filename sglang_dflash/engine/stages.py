@@ -38,7 +38,7 @@ from sglang_dflash.engine.cycle import DecodeCycle
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.engine.hidden_states import capture_last_hidden_states
 from sglang_dflash.engine.metrics import CycleMetrics, TreeCounts
-from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.engine.simulate import RecordedHead, simulation
 from sglang_dflash.engine.verification import ChainVerification, TreeVerification, Verification
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.memory.limits import check_pool, check_window_pool
@@ -167,7 +167,7 @@ class BuiltCycle:
     """
 
     cycle: DecodeCycle
-    head: DraftHead
+    head: DraftHead | RecordedHead
     bigrams: Bigrams | None
 
     @classmethod
@@ -185,7 +185,10 @@ class BuiltCycle:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
             k, bigrams = 1, None
             head = DraftHead.of(draft_runner.model, target_runner.model.lm_head, get_parallel().tp_group, k=1)
-        simulated = SimulatedAcceptance.from_environment(draft_runner.device)
+        simulated = simulation(draft_runner.device)
+        has_pairs = draft_runner.model.dflash_config.pairs is not None
+        simulated.check(target_runner.model_config.vocab_size, loaded.block_size - 1, k, has_pairs)
+        head = simulated.head(head)
         verification: Verification
         if k == 1:
             prepare_chains(target_runner.attn_backend)
@@ -210,7 +213,7 @@ class BuiltCycle:
             verification=verification,
             window=pools.window,
             states=pools.states,
-            simulated=simulated,
+            simulation=simulated,
             clock=loaded.metrics.clock,
         )
         return cls(cycle, head, bigrams)

@@ -32,7 +32,7 @@ from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.engine.adaptive.acceptance import AcceptanceModel, ChainAcceptance, TreeAcceptance
 from sglang_dflash.engine.backends import build_backend, override_num_draft_tokens
-from sglang_dflash.engine.simulate import SimulatedAcceptance
+from sglang_dflash.engine.simulate import Simulation
 from sglang_dflash.types import Acceptance, Block, Trees
 from sglang_dflash.verify.output import Verified
 
@@ -63,18 +63,16 @@ class Verification(ABC):
         num_tokens: the largest N.
     """
 
-    def __init__(
-        self, target_runner: ModelRunner, num_tokens: int, block_size: int, simulated: SimulatedAcceptance | None
-    ) -> None:
+    def __init__(self, target_runner: ModelRunner, num_tokens: int, block_size: int, simulation: Simulation) -> None:
         """
         Args:
             target_runner: the target's, with its attention backend.
             num_tokens: see the class.
             block_size: B.
-            simulated: replaces what is accepted, for benchmarks.
+            simulation: replaces what is drafted and accepted, for benchmarks.
         """
         self.num_tokens = num_tokens
-        self._target_runner, self._block_size, self._simulated = target_runner, block_size, simulated
+        self._target_runner, self._block_size, self._simulation = target_runner, block_size, simulation
 
     # --- memory and attention -----------------------------------------------------------------------------------------
 
@@ -195,9 +193,7 @@ class Verification(ABC):
             req_pool_indices: [n] int64.
         """
         accepted = ops.accept_prefix(block_tokens, target_tokens.view_as(block_tokens), seq_lens)
-        if self._simulated is not None:
-            accepted = self._simulated(accepted, block_tokens, seq_lens)
-        return accepted
+        return self._simulation.accept(accepted, block_tokens, seq_lens)
 
     @abstractmethod
     def context_slots(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> torch.Tensor:
@@ -217,15 +213,15 @@ class ChainVerification(Verification):
         self,
         target_runner: ModelRunner,
         block_size: int,
-        simulated: SimulatedAcceptance | None,
+        simulation: Simulation,
         attention: ChainAttentionBackend | None,
     ) -> None:
         """
         Args:
-            target_runner, block_size, simulated: see :class:`Verification`.
+            target_runner, block_size, simulation: see :class:`Verification`.
             attention: in graphs, instead of the target's own; None: the target's own.
         """
-        super().__init__(target_runner, block_size, block_size, simulated)
+        super().__init__(target_runner, block_size, block_size, simulation)
         self._attention = attention
         self._path = torch.arange(block_size, device=target_runner.device)[None]
 
@@ -296,7 +292,7 @@ class TreeVerification(Verification):
         target_runner: ModelRunner,
         num_tokens: int,
         block_size: int,
-        simulated: SimulatedAcceptance | None,
+        simulation: Simulation,
         attention: TreeAttentionBackend,
         num_candidates: int,
         bigrams: Bigrams,
@@ -304,13 +300,13 @@ class TreeVerification(Verification):
     ) -> None:
         """
         Args:
-            target_runner, num_tokens, block_size, simulated: see :class:`Verification`.
+            target_runner, num_tokens, block_size, simulation: see :class:`Verification`.
             attention: of the target's layers with KV.
             num_candidates: K.
             bigrams: pairs of tokens in the texts of all running requests.
             counts_accepted: fill `Verified.tree_counts`.
         """
-        super().__init__(target_runner, num_tokens, block_size, simulated)
+        super().__init__(target_runner, num_tokens, block_size, simulation)
         self._attention, self._eager_backend = attention, attention.of_target()
         self._num_candidates, self._bigrams = num_candidates, bigrams
         # By the nodes of a tree: see `Verified.tree_counts`. CUDA graphs hold its address.
@@ -397,9 +393,8 @@ class TreeVerification(Verification):
         tokens, slots = (rows.view(bs, -1) for rows in (trees.tokens, trees.out_cache_loc))
         target_tokens = target_tokens.view(bs, -1)
         accepted, paths = ops.accept_paths(tokens, trees.parents, target_tokens, batch.seq_lens, draft_length)
-        if self._simulated is not None:
-            accepted = self._simulated(accepted, tokens[:, :draft_length], batch.seq_lens)
-            paths.copy_(torch.arange(draft_length, device=paths.device))
+        accepted = self._simulation.accept(accepted, tokens[:, :draft_length], batch.seq_lens)
+        self._simulation.set_paths(paths)
         # Chains are decided later: see `accept_chains`.
         self._bigrams.add(batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
         self._attention.move_kv(slots, paths, accepted.accept_lens)

@@ -9,7 +9,9 @@ import os
 
 import msgspec
 import pytest
+import torch
 from resolving import DEVICE_ARGS, ON_CPU, asked, drafter_with, refusal, resolve
+from safetensors.torch import save_file
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution, max_speculative_num_draft_tokens
@@ -279,11 +281,61 @@ def test_overrides_that_the_drafter_cannot_follow(overrides, field):
 )
 def test_simulated_acceptance(monkeypatch, constant, value, message):
     monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 3.0)
-    assert isinstance(simulate.SimulatedAcceptance.from_environment("cpu"), simulate.SimulatedAcceptance)
+    assert isinstance(simulate.simulation("cpu"), simulate.FixedLength)
     monkeypatch.setattr(simulate, f"SIMULATE_ACC_{constant}", value)
     with pytest.raises(ConfigError) as caught:
-        simulate.SimulatedAcceptance.from_environment("cpu")
+        simulate.simulation("cpu")
     assert str(caught.value) == message
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Drafts of one answer of two tokens, for a server that reads them."""
+    tensors = {
+        "answers": torch.tensor([[7, 8, 9, 900, 11]], dtype=torch.int32),
+        "num_tokens": torch.tensor([2]),
+        "candidates": torch.full((1, 2, 2, 4), 30, dtype=torch.uint16),
+        "sixteenths": torch.zeros((1, 2, 2, 4), dtype=torch.uint8),
+    }
+    file = tmp_path / "drafts.safetensors"
+    save_file(tensors, file)
+    monkeypatch.setenv(simulate.RECORDED_DRAFTS, str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts", "num_candidates", "has_pairs", "reason"),
+    [
+        (901, 3, 4, False, "drafts per block 3 is above 2."),
+        (901, 2, 8, False, "candidates 8 is above 4."),
+        (901, 2, 4, True, "not for drafters that score pairs of drafts."),
+        (900, 2, 4, False, "token 900 is above 899."),
+    ],
+)
+def test_recorded_drafts_that_a_server_cannot_use(recorded, vocab_size, num_drafts, num_candidates, has_pairs, reason):
+    simulation = simulate.simulation("cpu")
+    simulation.check(901, 2, 4, has_pairs=False)
+    with pytest.raises(ConfigError) as caught:
+        simulation.check(vocab_size, num_drafts, num_candidates, has_pairs)
+    assert str(caught.value) == f"SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: {reason}"
+
+
+def test_bad_files_of_recorded_drafts(recorded, monkeypatch):
+    def message() -> str:
+        with pytest.raises(ConfigError) as caught:
+            simulate.simulation("cpu")
+        return str(caught.value)
+
+    monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 3.0)
+    assert message() == f"SGLANG_SIMULATE_ACC_LEN=3.0 and SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: unset one."
+    monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 0.0)
+    save_file({"answers": torch.zeros(1)}, recorded)
+    expected = "['answers', 'candidates', 'num_tokens', 'sixteenths']"
+    assert message() == f"SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: has ['answers'], expected {expected}."
+    recorded.write_bytes(b"no tensors")
+    assert message().startswith(f"SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: ")
+    recorded.unlink()
+    assert message().startswith(f"SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: ")
 
 
 @pytest.mark.parametrize("field", ["enable_lora", "enable_two_batch_overlap", "lora_paths"])

@@ -26,6 +26,7 @@ def test_bench_serving(pair, api):
         plain_tokens=0,
         requests=NUM_REQUESTS,
         accept_length=None,
+        recorded_drafts=None,
         chat_arguments={},
         temperatures=[0.0],
         serving=Serving(api, [None], context_tokens=512, own_lengths=False),

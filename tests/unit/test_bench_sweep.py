@@ -8,12 +8,14 @@ from pathlib import Path
 
 import bench_sweep
 import pytest
+import torch
 from bench import groups
 from bench.chart import Panel, draw, panels
 from bench.engine import Answer, Configuration, Load, accuracy, environment, summarize_answers
 from bench.pairs import REPO, SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
+from safetensors.torch import save_file
 from support.oracle.drafter import ReferenceDrafter
 from transformers import AutoTokenizer
 
@@ -214,6 +216,9 @@ def test_pairs():
         ("--pairs qwen3-8b-normal --device cuda", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs qwen3-8b-normal --modes ours --measure serving", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
+        ("--pairs small --recorded-drafts none.safetensors", "--recorded-drafts none.safetensors: no such file"),
+        ("--pairs small --recorded-drafts x --accept-length 3", "--accept-length: --recorded-drafts"),
+        ("--pairs small --recorded-drafts x --temperatures 0.7", "--temperatures: --recorded-drafts"),
         ("--measure decode --prompt-tokens 64", "--measure decode: trained weights need"),
         ("--measure decode --accept-length 4", "--measure decode: trained weights need"),
         ("--datasets nowhere.jsonl", "--datasets nowhere.jsonl: no such file"),
@@ -262,6 +267,18 @@ def test_environments_of_the_modes(monkeypatch):
     assert environment("ours", accept_length=6.5)["SGLANG_SIMULATE_ACC_LEN"] == "6.5"
     assert environment("in-tree")["SGLANG_PLUGINS"] == "none"
     assert "SGLANG_PLUGINS" not in environment("ours")
+
+
+def test_environment_of_recorded_drafts(tmp_path):
+    """The in-tree worker accepts as many tokens per cycle as chains of the drafts commit."""
+    file = str(tmp_path / "drafts.safetensors")
+    save_file({"answers": torch.zeros(1)}, file, metadata={"tokens_per_cycle": "3.231"})
+
+    ours = environment("ours", recorded_drafts=file)
+    assert ours["SGLANG_DFLASH_RECORDED_DRAFTS"] == file and "SGLANG_SIMULATE_ACC_LEN" not in ours
+    in_tree = environment("in-tree", recorded_drafts=file)
+    assert in_tree["SGLANG_SIMULATE_ACC_LEN"] == "3.231" and "SGLANG_DFLASH_RECORDED_DRAFTS" not in in_tree
+    assert not {"SGLANG_SIMULATE_ACC_LEN", "SGLANG_DFLASH_RECORDED_DRAFTS"} & set(environment("none"))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from training.smollm2 import conversations, drafter, evaluation, report
+from training.smollm2 import conversations, drafter, evaluation, recording, report
 from training.smollm2.settings import Settings
 
 STAGES = {
@@ -12,6 +12,7 @@ STAGES = {
     "drafter": drafter.run,
     "eval": evaluation.run,
     "report": report.run,
+    "record": recording.run,
 }
 
 

@@ -102,6 +102,9 @@ class Settings:
 
     eval_prompts: int = 200
     eval_tokens: int = 256
+    # Of the shipped prompts, and tokens of their answers at which drafts are recorded.
+    recorded_prompts: int = 32
+    recorded_tokens: int = 128
     long_prompts: int = 24
     long_prompt_tokens: tuple[int, int] = (3800, 7800)
 

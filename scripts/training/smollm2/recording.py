@@ -1,0 +1,84 @@
+"""Record stage: the drafts at each token of greedy answers, with which benchmarks simulate this pair.
+
+A server with dummy weights that reads the file drafts, verifies and accepts as this pair does on these answers
+(`sglang_dflash.engine.simulate.RecordedDrafts`, which states the format).
+"""
+
+import json
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from support.oracle.drafter import ReferenceDrafter
+from torch import Tensor
+
+from training.blocks import draft_blocks
+from training.cycles import walk
+from training.smollm2.conversations import load_tokenizer
+from training.smollm2.decoder import Rows, run_steps
+from training.smollm2.llama import Llama, head_logits
+from training.smollm2.settings import TURN_END_ID, Settings
+
+CANDIDATES = 16
+# Shorter answers are left out.
+MIN_TOKENS = 32
+
+
+def run(settings: Settings) -> None:
+    """Write `work/recorded_drafts.safetensors` of the shipped prompts, an equal share of each kind."""
+    tokenizer = load_tokenizer(settings)
+    llama = Llama(settings.target_dir, settings.device)
+    drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir).to(settings.device)
+    kinds = json.loads((settings.out / "prompts.json").read_text(encoding="utf-8"))
+    share = -(-settings.recorded_prompts // len(kinds))
+    texts = [text for of_kind in kinds.values() for text in of_kind[:: max(1, len(of_kind) // share)][:share]]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    chats = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+    prompts = sorted((tokenizer.encode(chat) for chat in chats), key=len)
+    records = [record(llama, drafter, prompt, settings.recorded_tokens) for prompt in prompts]
+    records = [of_prompt for of_prompt in records if of_prompt["num_tokens"] >= MIN_TOKENS]
+    tensors = {name: torch.stack([of_prompt[name] for of_prompt in records]) for name in records[0]}
+    length = chain_length(tensors)
+    save_file(tensors, settings.work / "recorded_drafts.safetensors", metadata={"tokens_per_cycle": f"{length:.3f}"})
+    print(f"{len(records)} answers; chains commit {length:.3f} tokens per cycle", flush=True)
+
+
+@torch.no_grad()
+def record(llama: Llama, drafter: ReferenceDrafter, prompt: list[int], num_tokens: int) -> dict[str, Tensor]:
+    """Answer a prompt, and draft at each of the first `num_tokens` tokens of the answer."""
+    depths, first = drafter.config.block_size - 1, len(prompt)
+    length = first + num_tokens + depths + 1
+    rows = Rows(llama, 1, length)
+    rows.tokens[0, :first] = torch.tensor(prompt, device=llama.device)
+    rows.given[0, :first] = True
+    rows.start(first)
+    run_steps(lambda: rows.step(lambda logits: logits.argmax(-1)), length - first, "answer")
+    answer = rows.tokens[0, first:]
+    is_end = answer == TURN_END_ID
+    end = int(is_end.int().argmax()) + 1 if is_end.any() else len(answer)
+
+    anchors = torch.arange(first, first + num_tokens, device=llama.device)[None]
+    features = llama.features(rows.tokens, drafter.config.target_layer_ids)
+    hidden = draft_blocks(drafter, llama.embedding, features, rows.tokens, anchors)
+    logits = head_logits(hidden.to(llama.embedding.dtype).flatten(0, -2), llama.embedding)
+    values, candidates = F.log_softmax(logits.float(), -1).topk(CANDIDATES)
+    shape = (num_tokens, depths, CANDIDATES)
+    return {
+        "answers": answer.masked_fill(torch.arange(len(answer), device=llama.device) >= end, -1).int().cpu(),
+        # A cycle begins at a token that has another one after it.
+        "num_tokens": torch.tensor(min(num_tokens, end - 1)),
+        "candidates": candidates.view(shape).to(torch.uint16).cpu(),
+        "sixteenths": (values * -16).round().clamp(0, 255).view(shape).to(torch.uint8).cpu(),
+    }
+
+
+def chain_length(tensors: dict[str, Tensor]) -> float:
+    """Return the tokens that chains commit per cycle, over all answers."""
+    tokens = cycles = 0
+    best = tensors["candidates"][..., 0].to(torch.int32)
+    for answer, num_tokens, drafts in zip(tensors["answers"], tensors["num_tokens"].tolist(), best, strict=True):
+        labels = answer[1:].unfold(0, drafts.shape[1], 1)[:num_tokens]
+        correct = (drafts[:num_tokens] == labels).int().cumprod(-1).sum(-1)
+        committed = walk(num_tokens + 1, correct.tolist())
+        tokens, cycles = tokens + sum(committed), cycles + len(committed)
+    return tokens / cycles
