@@ -35,7 +35,10 @@ def run(settings: Settings) -> None:
     messages = [[{"role": "user", "content": text}] for text in texts]
     chats = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
     prompts = sorted((tokenizer.encode(chat) for chat in chats), key=len)
-    records = [record(llama, drafter, prompt, settings.recorded_tokens) for prompt in prompts]
+    num_tokens, depths = settings.recorded_tokens, drafter.config.block_size - 1
+    rows = answer(llama, prompts, num_tokens + depths + 1)
+    firsts = [len(prompt) for prompt in prompts]
+    records = [record(llama, drafter, row, first, num_tokens) for row, first in zip(rows, firsts, strict=True)]
     records = [of_prompt for of_prompt in records if of_prompt["num_tokens"] >= MIN_TOKENS]
     tensors = {name: torch.stack([of_prompt[name] for of_prompt in records]) for name in records[0]}
     length = chain_length(tensors)
@@ -43,23 +46,35 @@ def run(settings: Settings) -> None:
     print(f"{len(records)} answers; chains commit {length:.3f} tokens per cycle", flush=True)
 
 
+def answer(llama: Llama, prompts: list[list[int]], num_tokens: int) -> Tensor:
+    """Return prompts, shortest first, each with the next `num_tokens` tokens or more: [len(prompts), T] int64."""
+    shortest, longest = len(prompts[0]), len(prompts[-1])
+    rows = Rows(llama, len(prompts), longest + num_tokens)
+    for i, prompt in enumerate(prompts):
+        rows.tokens[i, : len(prompt)] = torch.tensor(prompt, device=llama.device)
+        rows.given[i, : len(prompt)] = True
+    rows.start(shortest)
+    run_steps(lambda: rows.step(lambda logits: logits.argmax(-1)), longest + num_tokens - shortest, "answer")
+    return rows.tokens
+
+
 @torch.no_grad()
-def record(llama: Llama, drafter: ReferenceDrafter, prompt: list[int], num_tokens: int) -> dict[str, Tensor]:
-    """Answer a prompt, and draft at each of the first `num_tokens` tokens of the answer."""
-    depths, first = drafter.config.block_size - 1, len(prompt)
-    length = first + num_tokens + depths + 1
-    rows = Rows(llama, 1, length)
-    rows.tokens[0, :first] = torch.tensor(prompt, device=llama.device)
-    rows.given[0, :first] = True
-    rows.start(first)
-    run_steps(lambda: rows.step(lambda logits: logits.argmax(-1)), length - first, "answer")
-    answer = rows.tokens[0, first:]
+def record(llama: Llama, drafter: ReferenceDrafter, tokens: Tensor, first: int, num_tokens: int) -> dict[str, Tensor]:
+    """Draft at each of the first `num_tokens` tokens of an answer.
+
+    Args:
+        tokens: [T] int64. A prompt and its answer.
+        first: the answer's first position.
+    """
+    depths = drafter.config.block_size - 1
+    tokens = tokens[: first + num_tokens + depths + 1]
+    answer = tokens[first:]
     is_end = answer == TURN_END_ID
     end = int(is_end.int().argmax()) + 1 if is_end.any() else len(answer)
 
     anchors = torch.arange(first, first + num_tokens, device=llama.device)[None]
-    features = llama.features(rows.tokens, drafter.config.target_layer_ids)
-    hidden = draft_blocks(drafter, llama.embedding, features, rows.tokens, anchors)
+    features = llama.features(tokens[None], drafter.config.target_layer_ids)
+    hidden = draft_blocks(drafter, llama.embedding, features, tokens[None], anchors)
     logits = head_logits(hidden.to(llama.embedding.dtype).flatten(0, -2), llama.embedding)
     values, candidates = F.log_softmax(logits.float(), -1).topk(CANDIDATES)
     shape = (num_tokens, depths, CANDIDATES)
