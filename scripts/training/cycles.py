@@ -1,10 +1,14 @@
 """Committed tokens of the cycles over a text that the target wrote alone, for chains and for trees.
 
 A draft is accepted if the target chooses the same token, greedily or by sampling. So the text determines what every
-cycle would have committed.
+cycle would have committed. Sampled texts are drawn by noise that is kept (:mod:`sglang_dflash.ops.noise`), as a server
+draws them, and trees are grown from the same noise.
+
+Letters in shapes: M blocks, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,45 +19,133 @@ from sglang_dflash.ops.bigrams import tables_of
 from sglang_dflash.types import DrawParameters, Trees
 
 
+@dataclass(frozen=True)
+class TreeKind:
+    """A way to grow trees.
+
+    Attributes:
+        num_nodes: nodes, with the root.
+        num_candidates: candidates per depth, at most 16.
+        has_noise: add the noise of the target's draws to the drafter's scores. Greedy texts have none.
+    """
+
+    num_nodes: int
+    num_candidates: int
+    has_noise: bool
+
+    @property
+    def name(self) -> str:
+        without = "" if self.has_noise else ", without noise"
+        return f"tree of {self.num_nodes}, {self.num_candidates} candidates{without}"
+
+
+def tree_kinds(sizes: Sequence[int], is_sampled: bool) -> list[TreeKind]:
+    """Return the kinds to measure: 8 and 16 candidates, and for sampled texts with noise and without."""
+    noises = (False, True) if is_sampled else (True,)
+    return [TreeKind(size, k, has_noise) for size in sizes for k in (8, 16) for has_noise in noises]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the target chooses the tokens of n texts.
+
+    Attributes:
+        parameters: of the texts.
+        keys: [n] int64. Keys of their noise.
+    """
+
+    parameters: DrawParameters
+    keys: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> "Draws":
+        """Return draws that filter alike.
+
+        Args:
+            keys: [n] int64.
+            temperature: 0 is greedy.
+            top_k, top_p: 0 and 1 filter nothing.
+        """
+        parameters = DrawParameters.greedy(len(keys), keys.device)
+        if temperature > 0:
+            parameters.temperatures.fill_(temperature)
+            parameters.top_ks.fill_(top_k or 2**30)
+            parameters.top_ps.fill_(top_p)
+        return cls(parameters, keys)
+
+    def take(self, index: Tensor) -> "Draws":
+        """Return the draws of some texts: [m] integers."""
+        return Draws(DrawParameters(*(values[index] for values in vars(self.parameters).values())), self.keys[index])
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the next token of each text, [n] int64.
+
+        Args:
+            logits: [n, V].
+            positions: [n] int64. Position of the last token.
+        """
+        maxima, tokens = ops.row_max(logits)
+        ops.sample_rows(logits, maxima, tokens, self.parameters, self.keys, positions)
+        return tokens
+
+
 def num_correct_in_trees(
-    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, sizes: Sequence[int], num_candidates: int
+    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, draws: Draws, kinds: Sequence[TreeKind]
 ) -> Tensor:
     """Return the number of the text's tokens that are on a path of each block's tree, from the root on.
-
-    Letters in shapes: M blocks.
 
     Args:
         logits: [M, W - 1, V]. The drafter's.
         labels: [M, W - 1] int64. The tokens that the target wrote; -1 after the text's end.
         texts: [M, T] int64. The text before each block, and the block's first token.
         lens: [M] int64. Lengths of those texts.
-        sizes: numbers of nodes of a tree, with the root.
-        num_candidates: candidates per depth, at most 16.
+        draws: of the M blocks' texts.
+        kinds: trees to grow.
 
     Returns:
-        [len(sizes), M] int64.
+        [len(kinds), M] int64.
     """
     num_blocks, depths, _ = logits.shape
-    values, columns, log_sums = ops.top_columns(logits.flatten(0, 1), num_candidates)
-    candidates, values = (best.view(num_blocks, depths, -1) for best in (columns, values))
+    values, columns, log_sums = ops.top_columns(logits.flatten(0, 1), max(kind.num_candidates for kind in kinds))
+    columns, values = (best.view(num_blocks, depths, -1) for best in (columns, values))
     log_sums = log_sums.view(num_blocks, depths)
     # With an empty context the position of a node is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
-    own_rows, tables = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
+    own_rows, pairs = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
-    # Texts are given, so trees have no part in the noise that drew them.
     greedy = DrawParameters.greedy(num_blocks, logits.device)
-    table = ops.fill_table(candidates, values, log_sums, greedy, zeros, tables, zeros, zeros, own_rows)
     num_correct = []
-    for num_nodes in sizes:
-        trees = Trees.empty(num_blocks, num_nodes, logits.device)
-        slots = torch.zeros((num_blocks, num_nodes), dtype=torch.int32, device=logits.device)
+    for kind in kinds:
+        candidates, best = (x[..., : kind.num_candidates].contiguous() for x in (columns, values))
+        parameters = draws.parameters if kind.has_noise else greedy
+        table = ops.fill_table(candidates, best, log_sums, parameters, draws.keys, pairs, zeros, lens - 1, own_rows)
+        trees = Trees.empty(num_blocks, kind.num_nodes, logits.device)
+        slots = torch.zeros((num_blocks, kind.num_nodes), dtype=torch.int32, device=logits.device)
         ops.grow_trees(zeros, candidates, *table, zeros, zeros, own_rows, slots, trees)
-        tokens, node_depths = (rows.view(num_blocks, num_nodes) for rows in (trees.tokens, trees.positions))
+        tokens, node_depths = (rows.view(num_blocks, kind.num_nodes) for rows in (trees.tokens, trees.positions))
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
         num_correct.append(accepted.accept_lens.to(torch.int64) - 1)
     return torch.stack(num_correct)
+
+
+def gains(cycles: dict[str, Tensor], kinds: Sequence[TreeKind]) -> dict[str, tuple[float, float]]:
+    """Return what noise and twice the candidates give, with standard errors of the prompts' pairs.
+
+    Args:
+        cycles: [prompts] by the names of `kinds`.
+
+    Returns:
+        Tokens per cycle over those without noise, or over those of 8 candidates.
+    """
+    found = {}
+    for kind in kinds:
+        without, narrow = replace(kind, has_noise=False).name, replace(kind, num_candidates=8).name
+        if kind.has_noise and without in cycles:
+            found[f"{kind.name}, over one without noise"] = ratio(cycles[without], cycles[kind.name])
+        if kind.num_candidates > 8:
+            found[f"{kind.name}, over one of 8"] = ratio(cycles[narrow], cycles[kind.name])
+    return found
 
 
 def walk(length: int, num_correct: list[int]) -> list[int]:

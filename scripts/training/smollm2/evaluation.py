@@ -16,19 +16,19 @@ from torch import Tensor
 
 from training import processes
 from training.blocks import after_anchors, draft_blocks
-from training.cycles import num_correct_in_trees, ratio, walk
+from training.cycles import Draws, gains, num_correct_in_trees, ratio, tree_kinds, walk
 from training.files import read_json, write_json
 from training.smollm2.conversations import load_tokenizer
-from training.smollm2.decoder import Rows, run_steps, sample
+from training.smollm2.decoder import Rows, run_steps
 from training.smollm2.llama import Llama, head_logits
-from training.smollm2.prompts import make_prompts
+from training.smollm2.prompts import has_conversations, make_prompts
 from training.smollm2.settings import TURN_END_ID, Settings
 
 # Sequences that are drafted in one forward.
 BATCH = 4
 TOP = (1, 2, 4, 8)
-# Nodes of trees that have room for a whole block, candidates per depth, and blocks whose trees are built together.
-TREES, CANDIDATES, TREE_BATCH = (16, 32, 64), 8, 256
+# Nodes of trees, and blocks whose trees are built together.
+TREES, TREE_BATCH = (8, 16, 32, 64), 256
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
 
+    def draws(self, keys: Tensor) -> Draws:
+        """Return how texts of these keys, [n] int64, are drawn."""
+        return Draws.of(keys, self.temperature, self.top_k, self.top_p)
+
 
 SAMPLINGS = (
     Sampling("greedy", 0.0),
@@ -50,15 +54,23 @@ SAMPLINGS = (
 
 
 def run(settings: Settings) -> None:
-    """Write `out/prompts.json`. Write `report/eval.json` after each kind of prompts."""
+    """Write `report/eval.json` after each kind of prompts. Write `out/prompts.json` if the run has conversations.
+
+    A run without conversations evaluates the prompts that `out` has.
+    """
     tokenizer = load_tokenizer(settings)
     llama = Llama(settings.target_dir, settings.device)
     drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir).to(settings.device)
     torch.manual_seed(settings.seed * 64 + processes.rank())
     if processes.rank() == 0:
-        prompts = make_prompts(tokenizer, settings)
+        if has_conversations(settings):
+            prompts = make_prompts(tokenizer, settings)
+            shipped = {kind: texts for kind, texts in prompts.items() if kind != "long"}
+            write_json(settings.out / "prompts.json", shipped)
+        else:
+            shipped = read_json(settings.out / "prompts.json")
+            prompts = {kind: texts[: settings.eval_prompts] for kind, texts in shipped.items()}
         write_json(settings.work / "eval_prompts.json", prompts)
-        write_json(settings.out / "prompts.json", {kind: texts for kind, texts in prompts.items() if kind != "long"})
     processes.wait()
 
     results = {}
@@ -73,7 +85,7 @@ def run(settings: Settings) -> None:
         mine = prompts[processes.rank() * share :][:share]
         measured = measure(llama, drafter, mine, settings) if mine else {}
         measured = processes.gather(measured)
-        results[kind] = {sampling.name: summarize([m[sampling.name] for m in measured if m]) for sampling in SAMPLINGS}
+        results[kind] = {s.name: summarize([m[s.name] for m in measured if m], s) for s in SAMPLINGS}
         if processes.rank() == 0:
             write_json(settings.report / "eval.json", results)
             lengths = {name: result["tokens_per_cycle"] for name, result in results[kind].items()}
@@ -86,7 +98,7 @@ class Measured:
 
     Attributes:
         tokens: per prompt.
-        cycles: per prompt, of chains and of trees of each size.
+        cycles: per prompt, of chains and of trees of each kind.
         lengths: number of cycles by the tokens that they committed.
         hits: [len(TOP), W - 1]. Times that the right token was among the first `TOP` candidates, per depth.
         num: [W - 1]. Labels per depth.
@@ -103,7 +115,7 @@ def measure(
     llama: Llama, drafter: ReferenceDrafter, prompts: list[list[int]], settings: Settings
 ) -> dict[str, Measured]:
     """Continue every prompt with every sampling, and draft at each token."""
-    rows, firsts = continue_prompts(llama, prompts, settings)
+    rows, firsts, keys = continue_prompts(llama, prompts, settings)
     block_size = drafter.config.block_size
     found = {}
     for i, sampling in enumerate(SAMPLINGS):
@@ -111,13 +123,16 @@ def measure(
             [], [], Counter(), torch.zeros(len(TOP), block_size - 1), torch.zeros(block_size - 1)
         )
         of_sampling = slice(i * len(prompts), (i + 1) * len(prompts))
-        for tokens, first in zip(rows[of_sampling].split(BATCH), firsts[of_sampling].split(BATCH), strict=True):
-            measure_batch(llama, drafter, tokens, first, settings.eval_tokens, found[sampling.name])
+        parts = (values[of_sampling].split(BATCH) for values in (rows, firsts, keys))
+        for tokens, first, part_keys in zip(*parts, strict=True):
+            measure_batch(
+                llama, drafter, tokens, first, settings.eval_tokens, sampling, part_keys, found[sampling.name]
+            )
     return found
 
 
-def continue_prompts(llama: Llama, prompts: list[list[int]], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return tokens [samplings * prompts, length] int64, and the first generated position of each row."""
+def continue_prompts(llama: Llama, prompts: list[list[int]], settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens [samplings * prompts, length] int64, the first generated position of each row, and its key."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     num_prompts = len(prompts)
     rows = Rows(llama, len(SAMPLINGS) * num_prompts, longest + settings.eval_tokens)
@@ -125,34 +140,38 @@ def continue_prompts(llama: Llama, prompts: list[list[int]], settings: Settings)
         rows.tokens[i::num_prompts, : len(prompt)] = torch.tensor(prompt, device=llama.device)
         rows.given[i::num_prompts, : len(prompt)] = True
     firsts = torch.tensor([len(prompt) for prompt in prompts], device=llama.device).repeat(len(SAMPLINGS))
-    temperatures = torch.tensor([sampling.temperature for sampling in SAMPLINGS], device=llama.device)
+    keys = torch.randint(2**62, (len(SAMPLINGS) * num_prompts,), device=llama.device)
+    draws = [sampling.draws(own) for sampling, own in zip(SAMPLINGS, keys.split(num_prompts), strict=True)]
 
     def choose(logits: Tensor) -> Tensor:
-        for i, sampling in enumerate(SAMPLINGS):
-            if sampling.top_k:
-                of_sampling = slice(i * num_prompts, (i + 1) * num_prompts)
-                logits[of_sampling] = keep_top(logits[of_sampling], sampling)
-        return sample(logits, temperatures.repeat_interleave(num_prompts))
+        # The step has moved to the position that is decided.
+        last = (rows.position - 1).expand(num_prompts)
+        parts = zip(draws, logits.split(num_prompts), strict=True)
+        return torch.cat([of_sampling.choose(part, last) for of_sampling, part in parts])
 
     rows.start(shortest)
     run_steps(lambda: rows.step(choose), longest + settings.eval_tokens - shortest, "continue")
-    return rows.tokens, firsts
-
-
-def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits [rows, V], with -inf for the tokens that top_k and then top_p leave out."""
-    values, tokens = logits.topk(sampling.top_k)
-    chances = (values / sampling.temperature).softmax(-1)
-    is_out = chances.cumsum(-1) - chances >= sampling.top_p
-    return torch.full_like(logits, -math.inf).scatter(1, tokens, values.masked_fill(is_out, -math.inf))
+    return rows.tokens, firsts, keys
 
 
 @torch.no_grad()
 def measure_batch(
-    llama: Llama, drafter: ReferenceDrafter, tokens: Tensor, first: Tensor, num_tokens: int, found: Measured
+    llama: Llama,
+    drafter: ReferenceDrafter,
+    tokens: Tensor,
+    first: Tensor,
+    num_tokens: int,
+    sampling: Sampling,
+    keys: Tensor,
+    found: Measured,
 ) -> None:
-    """Draft at each of `num_tokens` generated tokens of tokens [bs, T], from position `first` [bs] on."""
-    block_size = drafter.config.block_size
+    """Draft at each of `num_tokens` generated tokens of tokens [bs, T], from position `first` [bs] on.
+
+    Args:
+        sampling, keys: how the tokens were drawn; keys are [bs] int64.
+        found: is added to.
+    """
+    block_size, kinds = drafter.config.block_size, tree_kinds(TREES, sampling.temperature > 0)
     anchors = first[:, None] + torch.arange(num_tokens, device=tokens.device)
     features = llama.features(tokens, drafter.config.target_layer_ids)
     # The last blocks extend past the text.
@@ -174,12 +193,12 @@ def measure_batch(
     parts = zip(*(rows.split(TREE_BATCH) for rows in blocks), strict=True)
     of_trees = torch.cat(
         [
-            num_correct_in_trees(of_part, wanted, tokens[text], lens, TREES, CANDIDATES)
+            num_correct_in_trees(of_part, wanted, tokens[text], lens, sampling.draws(keys[text]), kinds)
             for of_part, wanted, text, lens in parts
         ],
         dim=1,
     )
-    num_correct = torch.cat([num_correct[None], of_trees.view(len(TREES), *num_correct.shape)])
+    num_correct = torch.cat([num_correct[None], of_trees.view(len(kinds), *num_correct.shape)])
     found.num += counts.sum((0, 1)).cpu()
     for i, top in enumerate(TOP):
         found.hits[i] += ((ranks < top) & counts).sum((0, 1)).cpu()
@@ -192,11 +211,13 @@ def measure_batch(
         found.lengths.update(committed[0])
 
 
-def summarize(parts: list[Measured]) -> dict:
+def summarize(parts: list[Measured], sampling: Sampling) -> dict:
     """Return tokens per cycle with the standard error over prompts, and the other measurements of all processes."""
+    kinds = tree_kinds(TREES, sampling.temperature > 0)
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
     cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
-    (mean, error), *of_trees = (ratio(tokens, of_kind) for of_kind in cycles.T)
+    chains, *trees = cycles.T
+    (mean, error), of_trees = ratio(tokens, chains), dict(zip((kind.name for kind in kinds), trees, strict=True))
     hits, num = sum(part.hits for part in parts), sum(part.num for part in parts)
     return {
         "prompts": len(tokens),
@@ -204,7 +225,8 @@ def summarize(parts: list[Measured]) -> dict:
         "cycles": int(cycles[:, 0].sum()),
         "tokens_per_cycle": mean,
         "standard_error": error,
-        "of_trees": {str(num_nodes): list(of_kind) for num_nodes, of_kind in zip(TREES, of_trees, strict=True)},
+        "of_trees": {name: list(ratio(tokens, of_kind)) for name, of_kind in of_trees.items()},
+        "gains": gains(of_trees, kinds),
         "cycles_that_commit": dict(sorted(sum((part.lengths for part in parts), Counter()).items())),
         "right_token_in_first": {
             str(top): [round(share, 3) for share in (of_top / num.clamp(min=1)).tolist()]

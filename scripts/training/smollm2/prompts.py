@@ -69,6 +69,11 @@ MATHS = [
 LONG = "Here are my notes.\n\n{notes}\n\nWrite a summary of these notes."
 
 
+def has_conversations(settings: Settings) -> bool:
+    """Return whether this run has made conversations, whose held-out ones are prompts."""
+    return (settings.work / "generated_0.pt").exists()
+
+
 def make_prompts(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, list[str]]:
     """Return users' first words by kind: chat, code, maths, long."""
     opening, _ = template_tokens(tokenizer)

@@ -118,6 +118,8 @@ class Settings:
         settings.drafter.steps = args.drafter_steps or settings.drafter.steps
         settings.drafter.max_seconds = args.drafter_seconds or settings.drafter.max_seconds
         settings.drafter.peak_lr = args.drafter_lr or settings.drafter.peak_lr
+        settings.eval_prompts = args.eval_prompts or settings.eval_prompts
+        settings.eval_tokens = args.eval_tokens or settings.eval_tokens
         return settings
 
     @property

@@ -16,16 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.tiny import load_prompts
 from training.blocks import accept_lengths, after_anchors, draft_blocks
-from training.cycles import num_correct_in_trees, ratio, walk
+from training.cycles import Draws, gains, num_correct_in_trees, ratio, tree_kinds, walk
 from training.files import plot_losses, read_json, write_json
 from training.tiny.settings import Settings
 
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-# Nodes of trees that have room for a whole block, and candidates per depth: the most that a server takes, because few
-# are not enough for sampled texts.
-TREES, CANDIDATES = (16, 32), 16
+# Nodes of trees.
+TREES = (8, 16, 32)
 
 
 def run_evaluation(settings: Settings) -> None:
@@ -79,13 +78,14 @@ def measure_cycles(
 ) -> dict[str, tuple[float, float]]:
     """Return tokens per cycle over texts of `eval_tokens` tokens, and their standard errors over prompts.
 
-    The keys are a chain, and a tree of each size.
+    The keys are a chain, trees of each kind, and what noise and more candidates give.
     """
-    generator = torch.Generator(settings.device).manual_seed(settings.seed)
-    block_size = drafter.config.block_size
+    block_size, kinds = drafter.config.block_size, tree_kinds(TREES, temperature > 0)
+    keys = torch.randint(2**62, (len(prompts),), generator=torch.Generator().manual_seed(settings.seed))
     cycles = []
-    for prompt in tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5):
-        text = write_text(target, prompt, settings.eval_tokens, temperature, generator)
+    for prompt, key in zip(tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5), keys, strict=True):
+        draws = Draws.of(key[None].to(settings.device), temperature)
+        text = write_text(target, prompt, settings.eval_tokens, draws)
         tokens = torch.tensor([prompt + text], device=settings.device)
         states = target(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
         anchors = torch.arange(len(prompt), tokens.shape[1], device=settings.device)[None]
@@ -95,25 +95,22 @@ def measure_cycles(
         logits = F.linear(hidden[0], target.get_output_embeddings().weight)
         labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
         num_correct = [accept_lengths(logits.argmax(-1), labels, labels >= 0) - 1]
-        texts = tokens.expand(len(text), -1)
-        num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, TREES, CANDIDATES)
+        texts, of_blocks = tokens.expand(len(text), -1), draws.take(torch.zeros_like(anchors[0]))
+        num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, of_blocks, kinds)
         cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
-    names = ["chain", *(f"tree of {size}" for size in TREES)]
-    of_kinds = torch.tensor(cycles, dtype=torch.float64).T
-    return {name: ratio(num_decoded, of_kind) for name, of_kind in zip(names, of_kinds, strict=True)}
+    names = ["chain", *(kind.name for kind in kinds)]
+    of_kinds = dict(zip(names, torch.tensor(cycles, dtype=torch.float64).T, strict=True))
+    return {name: ratio(num_decoded, of_kind) for name, of_kind in of_kinds.items()} | gains(of_kinds, kinds)
 
 
-def write_text(
-    target: PreTrainedModel, prompt: list[int], num_tokens: int, temperature: float, generator: torch.Generator
-) -> list[int]:
-    """Return the text that the target writes alone; greedily if `temperature` is 0."""
-    if temperature == 0:
-        return greedy_generate(target, torch.tensor(prompt), num_tokens)
+def write_text(target: PreTrainedModel, prompt: list[int], num_tokens: int, draws: Draws) -> list[int]:
+    """Return the text that the target writes alone."""
     cache, step_ids, text = new_cache(target), torch.tensor([prompt], device=target.device), []
     while len(text) < num_tokens:
         logits: Tensor = target(input_ids=step_ids, past_key_values=cache, use_cache=True).logits[:, -1]
-        step_ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        last_position = torch.tensor([len(prompt) + len(text) - 1], device=target.device)
+        step_ids = draws.choose(logits, last_position)[None]
         text.append(int(step_ids))
     return text
 
