@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import DEFAULT, RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, with_plugin
+from serving import DEFAULT, RETRACT, SMALL_POOL, TWO_CORES, Settings, assert_same_answers, trees, with_plugin
 
 from models.tiny import TARGET_DIR
 
@@ -24,6 +24,12 @@ SMALL_POOL_TWO_RANKS = Settings(
     "tp2-small-pool", flags=(("tp-size", 2), *SMALL_POOL), env=TWO_CORES + RETRACT, plain=DEFAULT
 )
 LOGGED_TWO_RANKS = Settings("tp2-logged", flags=(("tp-size", 2),), env=TWO_CORES + with_plugin("gather_check"))
+DRAWING_TWO_RANKS = Settings(
+    "tp2-trees-drawing",
+    flags=(("tp-size", 2),),
+    dflash_flags=trees(8),
+    env=TWO_CORES + with_plugin("draws_check"),
+)
 TWO_REPLICAS = Settings("dp2", flags=(("dp-size", 2),), env=TWO_CORES, plain=DEFAULT)
 
 
@@ -64,6 +70,22 @@ def test_sampled_and_constrained_requests(pair, prompts):
 
     assert all(len(answer["output_ids"]) == 40 for i, answer in enumerate(answers) if i % len(kinds) != 2)
     assert all(re.fullmatch("[a-z ]{0,40}", answer["text"]) for answer in answers[2 :: len(kinds)])
+
+
+def test_ranks_draw_alike(keeper, prompts):
+    """Keys, positions and drawn tokens are equal in every cycle and prefill, of requests with seeds and without."""
+    server = keeper.server(DRAWING_TWO_RANKS, dflash=True)
+    options = {"max_new_tokens": 40, "ignore_eos": True}
+    kinds = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "sampling_seed": 7}, {}]
+    requests = [{"input_ids": prompts[i]} | options | kinds[i % len(kinds)] for i in range(12)]
+
+    answers = server.generate_concurrently(requests)
+    server.wait_until_empty()
+
+    assert all(len(answer["output_ids"]) == 40 for answer in answers)
+    draws = [re.findall(rf"Rank {rank} draws (.*)\.", server.log()) for rank in range(2)]
+    assert len(draws[0]) > 20
+    assert draws[0] == draws[1]
 
 
 def test_logits_of_greedy_requests_are_not_gathered(keeper, prompts):
