@@ -68,7 +68,7 @@ class Block:
         seq_lens: [P]. Committed tokens that have KV, which is the bonus token's position.
         parameters: sampling parameters of the target's tokens.
         keys: [P]. Keys of the noise of these draws; see :mod:`sglang_dflash.ops.noise`.
-        is_plain: [1]. 1: the cycle advances recurrent states. 0: they advance after it.
+        advances_states: [1]. 1: the cycle advances recurrent states. 0: they advance after it.
         is_chain: [P]. 1: the request needs SGLang's sampler, so its drafts are a chain, without noise. 0 otherwise.
     """
 
@@ -79,7 +79,7 @@ class Block:
     seq_lens: torch.Tensor
     parameters: DrawParameters
     keys: torch.Tensor
-    is_plain: torch.Tensor
+    advances_states: torch.Tensor
     is_chain: torch.Tensor
 
     @classmethod
@@ -99,11 +99,11 @@ class Block:
     ) -> Block:
         """Return a block around these tensors. It allocates the others, for greedy requests."""
         bs, device = seq_lens.shape[0], seq_lens.device
-        is_plain = torch.zeros(1, dtype=torch.int64, device=device)
+        advances_states = torch.zeros(1, dtype=torch.int64, device=device)
         keys, is_chain = torch.zeros((2, bs), dtype=torch.int64, device=device).unbind()
         parameters = DrawParameters.greedy(bs, device)
         return cls(
-            input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, keys, is_plain, is_chain
+            input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, parameters, keys, advances_states, is_chain
         )
 
     @property
@@ -130,7 +130,7 @@ class Block:
             self.seq_lens[:bs],
             self.parameters.take(bs),
             self.keys[:bs],
-            self.is_plain,
+            self.advances_states,
             self.is_chain[:bs],
         )
 

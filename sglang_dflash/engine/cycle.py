@@ -131,7 +131,11 @@ class DecodeCycle:
         verified = self.verification.accept(batch, block, drafts, output, target_tokens)
         if self._states is not None:
             self._states.commit(
-                batch.req_pool_indices, batch.seq_lens, verified.accepted.accept_lens, verified.paths, block.is_plain
+                batch.req_pool_indices,
+                batch.seq_lens,
+                verified.accepted.accept_lens,
+                verified.paths,
+                block.advances_states,
             )
         self.clock.mark(VERIFIED)
         # 4. Append: only accepted tokens enter the drafter's context.

@@ -243,7 +243,7 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=self._loaded.mask_token_id,
             parameters=self._loaded.sampler.draw_parameters(batch.sampling_info),
             request_keys=self._loaded.keys.table,
-            is_plain=commits,
+            advances_states=commits,
             is_chain=self._built.cycle.verification.chains(fallback, len(batch.reqs), self.device),
             block=inputs.padded,
         )

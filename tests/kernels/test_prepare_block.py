@@ -35,7 +35,7 @@ def test_matches_reference(bs, block_size, padding, is_greedy, has_chains, devic
     got, want = (Block.empty(bs + padding, block_size, device) for _ in range(2))
     for block in (got, want):
         # Values that the last cycle left.
-        for tensor in (block.keys, block.is_plain, block.is_chain, *vars(block.parameters).values()):
+        for tensor in (block.keys, block.advances_states, block.is_chain, *vars(block.parameters).values()):
             tensor.fill_(77)
     prepare_block(*args, got)
     reference(*args, want)

@@ -116,7 +116,7 @@ def register():
                 same_batch.seq_lens,
                 verified.accepted.accept_lens,
                 verified.paths,
-                block.is_plain,
+                block.advances_states,
             )
         errors = [0.0]
         if is_same.any():

@@ -11,7 +11,7 @@ from sglang_dflash.types import Block, DrawParameters
 
 # These arguments change with the batch or with every launch. Specialising on them would recompile the kernel while all
 # running requests wait.
-@triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "is_plain"])
+@triton.jit(do_not_specialize=["bs", "num_drawn", "num_told", "advances_states"])
 def _prepare_block_kernel(
     bonus_tokens,
     seq_lens,
@@ -28,7 +28,7 @@ def _prepare_block_kernel(
     is_chain,
     num_told,
     request_keys,
-    is_plain,
+    advances_states,
     block_ids,
     positions,
     out_cache_loc,
@@ -39,7 +39,7 @@ def _prepare_block_kernel(
     block_top_ps,
     block_min_ps,
     block_keys,
-    block_is_plain,
+    block_advances_states,
     block_is_chain,
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -68,7 +68,7 @@ def _prepare_block_kernel(
     tl.store(block_min_ps + request, tl.load(min_ps + request, mask=is_drawn, other=0.0))
     tl.store(block_is_chain + request, tl.load(is_chain + request, mask=request < num_told, other=0))
     if request == 0:
-        tl.store(block_is_plain, is_plain.to(tl.int64))
+        tl.store(block_advances_states, advances_states.to(tl.int64))
 
 
 def prepare_block(
@@ -79,7 +79,7 @@ def prepare_block(
     mask_token_id: int,
     parameters: DrawParameters | None,
     request_keys: torch.Tensor,
-    is_plain: bool,
+    advances_states: bool,
     is_chain: torch.Tensor | None,
     block: Block,
 ) -> None:
@@ -107,7 +107,7 @@ def prepare_block(
         block.is_chain if is_chain is None else is_chain,
         0 if is_chain is None else bs,
         request_keys,
-        int(is_plain),
+        int(advances_states),
         block.input_ids,
         block.positions,
         block.out_cache_loc,
@@ -118,7 +118,7 @@ def prepare_block(
         block.parameters.top_ps,
         block.parameters.min_ps,
         block.keys,
-        block.is_plain,
+        block.advances_states,
         block.is_chain,
         BLOCK_SIZE=block_size,
         PADDED=triton.next_power_of_2(block_size),

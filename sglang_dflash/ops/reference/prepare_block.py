@@ -15,7 +15,7 @@ def prepare_block(
     mask_token_id: int,
     parameters: DrawParameters | None,
     request_keys: torch.Tensor,
-    is_plain: bool,
+    advances_states: bool,
     is_chain: torch.Tensor | None,
     block: Block,
 ) -> None:
@@ -29,7 +29,7 @@ def prepare_block(
         mask_token_id: the drafter's mask token.
         parameters: of the bs requests; None if all are greedy.
         request_keys: [request slots] int64. Keys of the requests' noise.
-        is_plain: whether the cycle advances recurrent states itself.
+        advances_states: whether the cycle advances recurrent states itself.
         is_chain: [bs] int64, see :class:`sglang_dflash.types.Block`; None stands for 0.
         block: written; may be padded to more than bs requests. Padding is a greedy request of one token in request
             slot 0 and KV slot 0, which SGLang reserves for padding.
@@ -47,7 +47,7 @@ def prepare_block(
     out_cache_loc[:bs] = req_to_token[req_pool_indices[:, None], positions[:bs]]
     out_cache_loc[bs:] = 0
     block.keys.copy_(request_keys[block.req_pool_indices])
-    block.is_plain.fill_(is_plain)
+    block.advances_states.fill_(advances_states)
     block.is_chain.zero_()
     if is_chain is not None:
         block.is_chain[:bs] = is_chain
