@@ -3,7 +3,8 @@
 It is a program because Triton decides once per process whether it compiles or interprets.
 usage: compile_kernels.py GPU    (a name of `support.gpus.GPUS`, such as sm_90)
 
-It prints the name of each compiled kernel and its bytes of shared memory.
+It prints the name of each compiled kernel and its bytes of shared memory. Where another GPU gets the same code, only
+attention of trees is compiled, whose tiles are chosen by the GPU's shared memory.
 """
 
 import argparse
@@ -26,6 +27,7 @@ ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
 HOPPER_ONLY = ("add_rms_norm", "linear_few_rows", "shortlist_argmax", "shortlist_top")
 NUM_NODES = 16
+TREE_KERNEL = "_attend_trees_kernel"
 # Layers of targets: query heads, KV heads, numbers of a key and of a value.
 LAYERS = {
     "Qwen3-8B": (32, 8, 128, 128),
@@ -52,6 +54,16 @@ class Driver:
         return 0
 
 
+def shared_memory_for(kernel: str, gpu: Gpu) -> int:
+    """Return the bytes that a kernel may need: what every GPU with this code has.
+
+    Attention of trees chooses a tile for each GPU.
+    """
+    if kernel == TREE_KERNEL:
+        return gpu.shared_memory
+    return min(other.shared_memory for other in GPUS.values() if other.sm == gpu.sm or other.same_code_as == gpu.name)
+
+
 def compile_for(gpu: Gpu) -> None:
     """Make every launch in this process compile its kernel for `gpu`, and run nothing."""
     triton.runtime.driver.set_active(Driver(gpu))
@@ -59,9 +71,10 @@ def compile_for(gpu: Gpu) -> None:
 
     def compile_only(function, *args, grid, warmup, **kwargs):
         compiled = launch(function, *args, grid=grid, warmup=True, **kwargs)
-        assert compiled.metadata.shared <= gpu.shared_memory, (function.__name__, compiled.metadata.shared)
+        name, shared = function.__name__, compiled.metadata.shared
+        assert shared <= shared_memory_for(name, gpu), (name, shared)
         assert compiled.asm["cubin"]
-        print(function.__name__, compiled.metadata.shared, flush=True)
+        print(name, shared, flush=True)
         return compiled
 
     JITFunction.run = compile_only
@@ -131,7 +144,7 @@ def check_bound(gpu: Gpu) -> None:
     def compare(function, *args, **kwargs):
         compiled = launch(function, *args, **kwargs)
         # The others keep more there, and have room for it.
-        if function.__name__ == "_attend_trees_kernel" and gpu.capability[0] not in (9, 10):
+        if function.__name__ == TREE_KERNEL and gpu.capability[0] not in (9, 10):
             assert compiled.metadata.shared <= chosen[-1][1], (compiled.metadata.shared, chosen[-1])
         return compiled
 
@@ -140,7 +153,8 @@ def check_bound(gpu: Gpu) -> None:
 
 def main(gpu: Gpu) -> None:
     compile_for(gpu)
-    compile_benchmarked(gpu)
+    if gpu.same_code_as is None:
+        compile_benchmarked(gpu)
     check_bound(gpu)
     for shape in LAYERS.values():
         compile_trees(2, shape)

@@ -16,11 +16,13 @@ class Gpu:
         sm: major version times ten plus minor version.
         shared_memory: bytes that one thread block can have (`shared_memory_per_block_optin`).
         cards: some that have it.
+        same_code_as: name of a GPU for which Triton makes the same code of all kernels but attention of trees.
     """
 
     sm: int
     shared_memory: int
     cards: str
+    same_code_as: str | None = None
 
     @property
     def name(self) -> str:
@@ -55,11 +57,11 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu(80, 163 * KIB, "A100"),
-        Gpu(86, 99 * KIB, "RTX 3090, A10"),
-        Gpu(89, 99 * KIB, "RTX 4090, L40S"),
+        Gpu(86, 99 * KIB, "RTX 3090, A10", same_code_as="sm_80"),
+        Gpu(89, 99 * KIB, "RTX 4090, L40S", same_code_as="sm_80"),
         Gpu(90, 227 * KIB, "H100, H200"),
         Gpu(100, 227 * KIB, "B200, GB200"),
-        Gpu(103, 227 * KIB, "B300, GB300"),
+        Gpu(103, 227 * KIB, "B300, GB300", same_code_as="sm_100"),
         Gpu(120, 99 * KIB, "RTX 5090, RTX PRO 6000"),
     )
 }
