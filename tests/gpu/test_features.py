@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from engines import ON_CPU, RETRACTED, tiny
 from pairs import CONTEXT, TIE, flat, pair_calls, plain_answers, scheduling_calls
-from support.ties import Comparison, compare, tokens_per_cycle
+from support.ties import MARGIN, compare, tokens_per_cycle
 
 ABORTED = [1, 2, 5]
 # Identical answers of the 37 that are not aborted.
@@ -56,10 +56,10 @@ def test_text(backend, shape, page_size, engines, prompts):
         cached = sum(got["meta_info"]["cached_tokens"] for got in ours)
         print(f"\n{config}, {name}: {every[-1]}, {tokens_per_cycle(ours):.2f} tokens per cycle, {cached} tokens cached")
         assert name != "again" or cached > 0
-    together = Comparison(sum(c.identical for c in every), sum(c.total for c in every), ())
-    print(f"{together.identical} of {together.total} identical, {retractions} retractions")
+    identical, total = sum(c.identical for c in every), sum(c.total for c in every)
+    print(f"{identical} of {total} identical, {retractions} retractions")
     assert retractions > 0
-    together.assert_floor(USUAL[shape, backend, page_size])
+    assert identical >= USUAL[shape, backend, page_size] - MARGIN * total
 
 
 @pytest.mark.gpu

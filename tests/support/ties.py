@@ -19,17 +19,19 @@ class Comparison:
     Attributes:
         identical: equal answers.
         total: all answers.
+        agreed: share of the tokens that come before the first difference of their answer.
         partings: of the others: the lead of the target's best token, in nats, where the answers differ, and a
             description.
     """
 
     identical: int
     total: int
+    agreed: float
     partings: tuple[tuple[float, str], ...]
 
     def __str__(self) -> str:
         widest = max((lead for lead, _ in self.partings), default=0.0)
-        return f"{self.identical} of {self.total} identical, ties up to {widest:.3f}"
+        return f"{self.identical} of {self.total} identical, {self.agreed:.1%} of tokens agree, ties up to {widest:.3f}"
 
     def assert_ties(self, tie: float) -> None:
         """Check that no answer differs where the best token leads by more than `tie` nats."""
@@ -43,6 +45,10 @@ class Comparison:
         """
         assert self.identical >= self.floor(usual), f"{self}; usually {usual} are"
 
+    def assert_agreed(self, share: float) -> None:
+        """Check the share of tokens that agree, for random targets, of whose texts few are identical."""
+        assert self.agreed >= share, f"{self}; usually over {share:.0%} of tokens do"
+
     def floor(self, usual: int) -> int:
         return usual - max(1, round(MARGIN * self.total))
 
@@ -54,15 +60,16 @@ def compare(plain: list[dict], dflash: list[dict]) -> Comparison:
         plain: with `top_logprobs_num` of 2 or more. They may go on after the others end.
         dflash: of any lengths.
     """
-    identical, partings = 0, []
+    identical, agreed, partings = 0, 0, []
     for i, (want, got) in enumerate(zip(plain, dflash, strict=True)):
         assert len(got["output_ids"]) <= len(want["output_ids"])
         differs = first_difference(want, got)
+        agreed += len(got["output_ids"]) if differs is None else differs
         if differs is None:
             identical += 1
         else:
             partings.append((lead(want, differs), f"answer {i} {describe_difference(want, got)}"))
-    return Comparison(identical, len(plain), tuple(partings))
+    return Comparison(identical, len(plain), agreed / sum(len(got["output_ids"]) for got in dflash), tuple(partings))
 
 
 def first_difference(want: dict, got: dict) -> int | None:

@@ -120,5 +120,9 @@ def test_ties_and_floor():
     with pytest.raises(AssertionError, match="answer 1 differs at 1: 9 for 2"):
         compared.assert_ties(0.05)
     with pytest.raises(AssertionError, match="53 of 60 identical"):
-        Comparison(53, 60, ()).assert_floor(60)
-    Comparison(54, 60, ()).assert_floor(60)
+        Comparison(53, 60, 0.9, ()).assert_floor(60)
+    Comparison(54, 60, 0.9, ()).assert_floor(60)
+    assert compared.agreed == 6 / 8
+    compared.assert_agreed(0.7)
+    with pytest.raises(AssertionError, match="usually over 80%"):
+        compared.assert_agreed(0.8)
