@@ -19,8 +19,10 @@ if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" = False 
     export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
     # Two processes of pytest. An idle one takes the next test, file or group of tests.
     each_test=(-n 2 --dist worksteal) each_file=(-n 2 --dist loadfile) each_group=(-n 2 --dist loadgroup)
+    on_gpu=()
 else
     each_test=() each_file=() each_group=()
+    on_gpu=("$PYTHON" scripts/test_gpu.py "$(mktemp -d)")
 fi
 
 step() {
@@ -43,7 +45,7 @@ step "ruff format" "$PYTHON" -m ruff format --check .
 step "tests/kernels" "${pytest[@]}" "${each_test[@]}" tests/kernels
 step "tests/unit" "${pytest[@]}" "${each_file[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" "${each_file[@]}" tests/contract
-step "tests/gpu" "${pytest[@]}" tests/gpu
+[ ${#on_gpu[@]} = 0 ] || step "tests/gpu" "${on_gpu[@]}"
 step "tests/e2e" "${pytest[@]}" "${each_group[@]}" tests/e2e
 
 printf '\nAll passed in %d min %d s.\n' $((SECONDS / 60)) $((SECONDS % 60))
