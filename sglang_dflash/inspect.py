@@ -17,6 +17,7 @@ import torch
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.mask_embedding import FILE, read_mask_embedding
 from sglang_dflash.checkpoint.tensors import part_tensors, read_headers, tensor_problems
 from sglang_dflash.errors import ConfigError
 
@@ -29,11 +30,13 @@ class Inspection:
         drafter: the drafter's config; None if it cannot be understood.
         dtype: dtype in the drafter's config. The drafter is served in the target's dtype.
         mismatches: one sentence each. Empty if the drafter can be served with the target.
+        has_mask_embedding: whether the drafter has its own embedding of the mask token.
     """
 
     drafter: DFlashConfig | None = None
     dtype: torch.dtype | None = None
     mismatches: list[str] = field(default_factory=list)
+    has_mask_embedding: bool = False
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -59,6 +62,7 @@ class Inspection:
         return {
             "drafter": drafter,
             "part_bytes": self.part_bytes,
+            "has_mask_embedding": self.has_mask_embedding,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "mismatches": self.mismatches,
         }
@@ -70,6 +74,8 @@ class Inspection:
             for name, part in (("convolutions", self.drafter.conv), ("pairs", self.drafter.pairs)):
                 if part is not None:
                     yield f"{name:<17}{part}; {self.part_bytes[name]} bytes"
+            if self.has_mask_embedding:
+                yield f"mask embedding   its own ({FILE})"
             in_dtype = f"{self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
             yield f"KV per token     {in_dtype}, {self.drafter.kv_bytes_per_token(itemsize=1)} in fp8"
         yield f"mismatches       {len(self.mismatches) or 'none'}"
@@ -90,7 +96,12 @@ def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
         mismatches += [f"tensor of {drafter_path}: {problem}" for problem in problems]
     except ConfigError as error:
         mismatches.append(str(error))
-    return Inspection(drafter, dtype or torch.get_default_dtype(), mismatches)
+    has_mask_embedding = False
+    try:
+        has_mask_embedding = read_mask_embedding(drafter) is not None
+    except ConfigError as error:
+        mismatches.append(str(error))
+    return Inspection(drafter, dtype or torch.get_default_dtype(), mismatches, has_mask_embedding)
 
 
 def read_drafter(path: str) -> tuple[DFlashConfig, torch.dtype | None]:

@@ -506,7 +506,7 @@ def default_target_layer_ids(num_ids: int, num_target_layers: int) -> list[int]:
 
 
 def check_checkpoint_path(path: str | None) -> None:
-    """Raise :class:`ConfigError` for a missing flag, a folder without a config, and one with a mask embedding.
+    """Raise :class:`ConfigError` for a missing flag, and for a folder without a config.
 
     Repositories of the hub are checked when their config is read.
     """
@@ -517,11 +517,6 @@ def check_checkpoint_path(path: str | None) -> None:
     looks_local = os.path.isabs(path) or path.startswith(".") or os.path.exists(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"--speculative-draft-model-path {path}: there is no such checkpoint (no config.json in it).")
-    if looks_local and os.path.isfile(os.path.join(path, "mask_embedding.pt")):
-        raise ConfigError(
-            f"--speculative-draft-model-path {path}: it has its own embedding of the mask token (mask_embedding.pt), "
-            "and DFLASH drafts with the target's."
-        )
 
 
 # Nodes of a tree: the ancestors of a node are bits of an int64.

@@ -323,6 +323,13 @@ def _settle_rope(config: Qwen3Config, path: str) -> None:
     rope = config.rope_parameters
     if any(isinstance(value, dict) for value in rope.values()):
         raise _error("rope_parameters", rope, "one RoPE for all layers", path)
+    rope_dim = rope.pop("rope_dim", None)
+    if rope_dim is not None:
+        if rope_dim != config.head_dim:
+            raise _error("rope_parameters.rope_dim", rope_dim, f"head_dim={config.head_dim}, as in Qwen3", path)
+        # Copies of the target's fields. `rope_dim` says what the drafter has.
+        for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+            rope.pop(name, None)
     if rope["rope_type"] not in _ROPE_TYPES:
         raise _error("rope_parameters.rope_type", rope["rope_type"], f"one of {', '.join(_ROPE_TYPES)}", path)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

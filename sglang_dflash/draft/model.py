@@ -128,6 +128,8 @@ class DFlashDraftModel(nn.Module):
             object.__setattr__(self, "pairs", module)
         self._target_embedding: list[nn.Module] = []
         self._embedding_scale = 1.0
+        # As blocks have it, scaled; None: the target's.
+        self._mask_embedding: torch.Tensor | None = None
 
     def _new_layer(self, layer_id: int, quant_config, prefix: str) -> DFlashDecoderLayer:
         mask, conv = self.dflash_config.layers[layer_id], self.dflash_config.conv
@@ -135,13 +137,23 @@ class DFlashDraftModel(nn.Module):
             return DFlashDecoderLayer(self.config, layer_id, mask, quant_config, prefix)
         return ConvolvedDecoderLayer(self.config, layer_id, mask, conv, quant_config, prefix)
 
-    def use_target_embedding(self, embedding: nn.Module) -> None:
-        """Draft with the target's embedding, which is not registered as a module of the drafter."""
+    def use_target_embedding(self, embedding: nn.Module, mask_embedding: torch.Tensor | None) -> None:
+        """Draft with the target's embedding, which is not registered as a module of the drafter.
+
+        Args:
+            embedding: of the target.
+            mask_embedding: [H]. The drafter's own row for the mask token; None: the target's.
+        """
         self._target_embedding = [embedding]
+        # Gemma's module scales the rows of its table by its own factor.
+        applied = embedding.embed_scale if isinstance(embedding, Gemma3TextScaledWordEmbedding) else 1.0
         if self.dflash_config.input_embedding_scale != 1.0:
-            # The config scales the rows of the table; Gemma's module has already scaled them by its own factor.
-            applied = embedding.embed_scale if isinstance(embedding, Gemma3TextScaledWordEmbedding) else 1.0
+            # The config scales the rows of the table.
             self._embedding_scale = self.dflash_config.input_embedding_scale / applied
+        if mask_embedding is not None:
+            weight = self.norm.weight
+            scaled = mask_embedding * (applied * self._embedding_scale)
+            self._mask_embedding = scaled.to(device=weight.device, dtype=weight.dtype)
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of blocks, [bs * B, H].
@@ -149,7 +161,11 @@ class DFlashDraftModel(nn.Module):
         SGLang looks for this name: a model that has it gets no `input_embeds` buffer in its CUDA graphs.
         """
         rows = self._target_embedding[0](input_ids)
-        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+        rows = rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+        if self._mask_embedding is None:
+            return rows
+        is_mask = (input_ids == self.dflash_config.mask_token_id)[:, None]
+        return torch.where(is_mask, self._mask_embedding, rows)
 
     @property
     def num_features(self) -> int:

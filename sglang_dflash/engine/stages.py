@@ -24,6 +24,7 @@ from sglang.srt.utils.common import log_info_on_rank0
 from sglang_dflash import cpu_support
 from sglang_dflash.attention.plan import chain_attention, prepare_chains
 from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
+from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.draft.window import DraftWindow
@@ -84,7 +85,8 @@ class LoadedModels:
         """Connect the two models, and install the kernels that replace single layers."""
         target_runner, device = target_worker.model_runner, target_worker.device
         target_model, draft_model = target_runner.model, draft_runner.model
-        draft_model.use_target_embedding(target_model.get_input_embeddings())
+        mask_embedding = read_mask_embedding(draft_model.dflash_config, get_spec().speculative_draft_model_revision)
+        draft_model.use_target_embedding(target_model.get_input_embeddings(), mask_embedding)
         for model in (target_model, draft_model):
             if device == "cpu":
                 cpu_support.install_layers(model)

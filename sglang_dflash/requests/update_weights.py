@@ -33,6 +33,7 @@ from transformers import PretrainedConfig
 from sglang_dflash import cpu_support
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.mask_embedding import FILE, read_mask_embedding
 from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
 from sglang_dflash.draft import shortlist
 from sglang_dflash.errors import ConfigError
@@ -244,6 +245,8 @@ def differences(path: str, serving: DFlashConfig) -> list[str]:
                 for field in fields(DFlashConfig)
                 if field.name != "path" and getattr(config, field.name) != getattr(serving, field.name)
             ]
+        if read_mask_embedding(config) is not None or read_mask_embedding(serving) is not None:
+            return [f"its own embedding of the mask token ({FILE}), which an update would leave as it is"]
         return tensor_problems(config, read_headers(path))
     except ConfigError as error:
         return [str(error)]

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
 from sglang_dflash.errors import ConfigError
 
@@ -75,10 +76,12 @@ def target_facts(server_args: ServerArgs) -> TargetFacts:
 def check_local_tensors(server_args: ServerArgs, drafter: DFlashConfig) -> None:
     """Check the drafter's tensors before the target is loaded, if they are in local safetensors files.
 
-    Other checkpoints are checked when the drafter is loaded.
+    Tensors of other checkpoints are checked when the drafter is loaded. A drafter's own embedding of the mask token is
+    checked in any case.
     """
     cfg = resolving_view(server_args)
     path, load_format = cfg.speculative_draft_model_path, cfg.speculative_draft_load_format or cfg.load_format
+    read_mask_embedding(drafter, cfg.speculative_draft_model_revision)
     if load_format in ("auto", "safetensors") and os.path.isdir(path) and safetensors_files(path):
         check_tensors(drafter, read_headers(path))
 

@@ -53,11 +53,26 @@ def test_model_type_is_unknown(tmp_path):
     assert message.startswith("model_type='no-such-type' in config.json of drafter ")
 
 
-def test_mask_embedding_of_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (b"", "cannot be read"),
+        ([1, 2], "a dict with a tensor under 'embedding'"),
+        ({"embedding": torch.zeros(4, 256), "per_position": True}, "per_position=True"),
+        ({"embedding": torch.zeros(256), "mask_token_id": 2}, "mask_token_id=2"),
+        ({"embedding": torch.zeros(255), "mask_token_id": 1}, "an embedding [255] in torch.float32"),
+        ({"embedding": torch.zeros(256, dtype=torch.int8)}, "in torch.int8"),
+    ],
+)
+def test_mask_embedding(tmp_path, found, named):
     path = drafter_with(tmp_path)
-    (tmp_path / "drafter" / "mask_embedding.pt").touch()
+    file = tmp_path / "drafter" / "mask_embedding.pt"
+    if isinstance(found, bytes):
+        file.write_bytes(found)
+    else:
+        torch.save(found, file)
     message = refusal(speculative_draft_model_path=path)
-    assert message.startswith(f"--speculative-draft-model-path {path}: ") and "mask_embedding.pt" in message
+    assert message.startswith(f"mask_embedding.pt of drafter {path}") and named in message
 
 
 def test_target_as_drafter():

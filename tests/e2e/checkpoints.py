@@ -116,18 +116,74 @@ def speculators_anchor(path: Path) -> Path:
     return write(path, speculators_config(sample_from_anchor=True, block_size=7), tensors())
 
 
-def deepspec(path: Path) -> Path:
-    """Write DeepSpec's block7: a copy of the target's config, the drafter's fields at the top, 7 drafts."""
+def deepspec_config(**fields) -> dict:
+    """Return a copy of the target's config with the drafter's fields at the top, and 7 drafts."""
     target = json.loads((TARGET_DIR / "config.json").read_text())
     config = {name: CONFIG[name] for name in CONFIG if name not in ("dflash_config", "layer_types", "sliding_window")}
     config = target | config | CONFIG["dflash_config"]
     config |= {"layer_types": ["full_attention"] * NUM_LAYERS, "use_sliding_window": False, "block_size": 7}
-    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
-    copies = {
-        "embed_tokens.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
-        "lm_head.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+    config |= {"architectures": ["Qwen3DSparkModel"], "tie_word_embeddings": False, "num_anchors": 512}
+    return config | fields
+
+
+# Copies of the target's tensors that must not be read.
+COPIES = {
+    "embed_tokens.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+    "lm_head.weight": torch.full((VOCAB_SIZE, HIDDEN_SIZE), torch.nan),
+}
+
+
+def deepspec(path: Path) -> Path:
+    """Write DeepSpec's block7."""
+    return write(path, deepspec_config(markov_rank=0, enable_confidence_head=False), tensors() | COPIES)
+
+
+def markov_tensors(rank: int, is_gated: bool) -> dict[str, torch.Tensor]:
+    """Return a Markov head whose scores change drafts."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"markov_w1.weight": (VOCAB_SIZE, rank), "markov_w2.weight": (VOCAB_SIZE, rank)}
+    if is_gated:
+        shapes |= {"gate_proj.weight": (rank, HIDDEN_SIZE + rank), "gate_proj.bias": (rank,)}
+    return {
+        f"markov_head.{name}": torch.randn(shape, generator=generator) * (0.1 if "gate" in name else 1.0)
+        for name, shape in shapes.items()
     }
-    return write(path, config | {"tie_word_embeddings": False, "num_anchors": 512}, tensors() | copies)
+
+
+def deepspec_markov(path: Path) -> Path:
+    """Write DSpark with a vanilla Markov head, and a confidence head, which is not read."""
+    config = deepspec_config(
+        markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
+    )
+    confidence = {"proj.weight": torch.full((1, HIDDEN_SIZE + 6), torch.nan), "proj.bias": torch.full((1,), torch.nan)}
+    confidence = {f"confidence_head.{name}": tensor for name, tensor in confidence.items()}
+    return write(path, config, tensors() | COPIES | markov_tensors(6, is_gated=False) | confidence)
+
+
+def speculators_gated(path: Path) -> Path:
+    """Write DSpark with a gated Markov head in the speculators format, whose first row predicts nothing."""
+    config = speculators_config(
+        speculators_model_type="dspark",
+        sample_from_anchor=False,
+        markov_rank=6,
+        markov_head_type="gated",
+        enable_confidence_head=False,
+        confidence_head_with_markov=False,
+    )
+    return write(path, config, tensors() | markov_tensors(6, is_gated=True))
+
+
+def zlab_mask_embedding(path: Path) -> Path:
+    """Write a drafter with its own embedding of the mask token, and a RoPE with fields that mean nothing to it."""
+    copied = {"rope_dim": CONFIG["head_dim"], "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    rope = {"rope_type": "default", "rope_theta": CONFIG["rope_theta"]} | copied
+    write(path, CONFIG | {"rope_parameters": rope}, tensors())
+    mask = CONFIG["dflash_config"]["mask_token_id"]
+    row = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"][mask].float()
+    generator = torch.Generator().manual_seed(3)
+    row += 0.3 * row.std() * torch.randn(row.shape, generator=generator)
+    torch.save({"embedding": row, "mask_token_id": mask, "per_position": False}, path / "mask_embedding.pt")
+    return path
 
 
 # Of convolutions and a selector; every field differs from the library's default.
@@ -175,4 +231,6 @@ FORMATS = [
     (zlab_new_places, zlab_default_layers),
     (speculators_anchor, deepspec),
     (zlab_dflash2, speculators_dflash2),
+    (deepspec_markov, speculators_gated),
+    (zlab_mask_embedding, speculators_dflash2),
 ]

@@ -1,7 +1,7 @@
 """A drafter drafts the same in every format: the text is the target's, and every cycle is the oracle's."""
 
 import pytest
-from checkpoints import FORMATS, speculators_anchor, speculators_dflash2, zlab_dflash2
+from checkpoints import CONFIG, FORMATS, speculators_anchor, speculators_dflash2, speculators_gated, zlab_dflash2
 from oracle import Oracle, assert_same_cycles
 from serving import Settings, trees
 
@@ -22,6 +22,8 @@ def assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, *flags):
     servers = keeper.two(*settings)
     # Contexts shorter and longer than the window of 64.
     some = [*prompts[:6], mixed_prompts[0], mixed_prompts[-1]]
+    # The target's row of the mask token stays its own.
+    some.append([*prompts[0], CONFIG["dflash_config"]["mask_token_id"]])
 
     for path, oracle, server in zip(paths, oracles, servers):
         answers = server.generate(some, max_new_tokens=MAX_NEW_TOKENS)
@@ -42,7 +44,7 @@ def test_formats(writers, keeper, prompts, mixed_prompts, tmp_path):
     ("writers", "flags"),
     [
         # All candidates of the selector, and three of them.
-        ((zlab_dflash2, speculators_dflash2), trees(16, 16)),
+        ((zlab_dflash2, speculators_gated), trees(16, 16)),
         ((speculators_anchor, speculators_dflash2), trees(3, 20)),
         # Fewer rows than the drafter was trained with.
         ((speculators_anchor, speculators_dflash2), (("speculative-dflash-block-size", 5),)),

@@ -450,11 +450,20 @@ def test_rope_of_sglang_is_that_of_transformers(scaling, sglang_config):
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary",
         ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": 32}}, "rope_dim=32"),
     ],
 )
 def test_rope_that_is_refused(fields, named):
     with pytest.raises(ConfigError, match=named):
         read(without(ZLAB, "rope_scaling", "rope_theta") | fields)
+
+
+def test_copies_of_the_rope_of_a_target():
+    """`rope_dim` says that all of a head is rotated, whatever fields of the target's RoPE are left next to it."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    copied = {"rope_dim": 64, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    plain = without(ZLAB, "rope_scaling", "rope_theta")
+    assert read(plain | {"rope_parameters": rope | copied}) == read(plain | {"rope_parameters": rope})
 
 
 def test_a_server_that_overrides_fields_takes_its_own_drafter_again():

@@ -280,6 +280,8 @@ def draft_block(
     block = torch.full((rows,), drafter.config.mask_token_id, device=target.device)
     block[0] = bonus
     block_embeds = target.get_input_embeddings()(block).to(drafter.fc.weight.dtype)
+    if drafter.mask_embedding is not None:
+        block_embeds[block == drafter.config.mask_token_id] = drafter.mask_embedding
     block_positions = torch.arange(seq_len, seq_len + rows, device=target.device)
     context_positions = torch.arange(seen_from, seq_len, device=target.device)
     seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]

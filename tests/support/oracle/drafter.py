@@ -322,6 +322,8 @@ class ReferenceDrafter(nn.Module):
         self.hidden_norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(self.config, kind) for kind in self.config.layer_types)
         self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        # The drafter's own embedding of the mask token, [H]; None: it has the target's.
+        self.mask_embedding: Tensor | None = None
         self.candidate_selector = self.markov_head = None
         tokens, hidden = self.config.vocab_size, self.config.hidden_size
         if self.config.selector is not None:
@@ -355,6 +357,8 @@ class ReferenceDrafter(nn.Module):
             copies = ("embed_tokens.", "lm_head.", "confidence_head.")
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(copies)}
         drafter.load_state_dict(tensors)
+        if (path / "mask_embedding.pt").exists():
+            drafter.mask_embedding = torch.load(path / "mask_embedding.pt", weights_only=True)["embedding"].to(dtype)
         return drafter.to(dtype).eval()
 
     def project_context(self, features: Tensor, positions: Tensor) -> list[LayerKV]:
