@@ -46,6 +46,8 @@ _QWEN3_8B_DFLASH = _QWEN3_8B | {
     "num_hidden_layers": 5,
     "num_target_layers": 36,
 }
+# Convolutions and a selector of the published sizes.
+_PARTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # A pair whose GPU work is negligible, which shows the overhead of a cycle.
 _SMALL = {
     "head_dim": 64,
@@ -141,6 +143,12 @@ SHAPES = {
         "num_key_value_heads": 4,
         "num_target_layers": 48,
     },
+    "qwen3-8b-dflash2": _QWEN3_8B_DFLASH
+    | {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "dflash_config": _QWEN3_8B_DFLASH["dflash_config"] | _PARTS | {"block_size": 16},
+    },
     # So few target layers that the drafter's cost of a long context shows.
     "shallow": _QWEN3_8B | {"num_hidden_layers": 6, "max_window_layers": 6},
     "shallow-dflash": _QWEN3_8B_DFLASH
@@ -159,6 +167,16 @@ SHAPES = {
     "qwen3.5-27b-dflash": _QWEN3_5_9B_DFLASH
     | {
         "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_target_layers": 64,
+    },
+    "qwen3.5-27b-dflash2": _QWEN3_5_9B_DFLASH
+    | {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [5, 19, 33, 47, 61], "block_size": 8} | _PARTS,
+        "block_size": 8,
         "hidden_size": 5120,
         "intermediate_size": 17408,
         "num_target_layers": 64,
@@ -217,6 +235,7 @@ PAIRS = {
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-normal": Pair("qwen3-8b", "qwen3-8b-dflash-normal", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
+    "qwen3-8b-dflash2": Pair("qwen3-8b", "qwen3-8b-dflash2", is_dummy=True, accept_length=6.5),
     "shallow": Pair("shallow", "shallow-dflash", is_dummy=True, accept_length=6.5, share=(0.2, 0.15)),
     "qwen3-30b-a3b": Pair("qwen3-30b-a3b", "qwen3-30b-a3b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
     "qwen3.5-9b": Pair("qwen3.5-9b", "qwen3.5-9b-dflash", is_dummy=True, accept_length=5, share=(0.8, 0.5)),
@@ -224,6 +243,9 @@ PAIRS = {
         "qwen3.5-9b", "qwen3.5-9b-dflash-normal", is_dummy=True, accept_length=5, share=(0.5, 0.5)
     ),
     "qwen3.5-27b": Pair("qwen3.5-27b", "qwen3.5-27b-dflash", is_dummy=True, accept_length=5, share=(0.95, 0.9)),
+    "qwen3.5-27b-dflash2": Pair(
+        "qwen3.5-27b", "qwen3.5-27b-dflash2", is_dummy=True, accept_length=4.5, share=(0.95, 0.9)
+    ),
     "qwen3.5-35b-a3b": Pair(
         "qwen3.5-35b-a3b", "qwen3.5-35b-a3b-dflash", is_dummy=True, accept_length=5, share=(1.2, 1.1)
     ),

@@ -18,6 +18,8 @@ from sglang_dflash.errors import ConfigError
 ARCHITECTURE = "DFlashDraftModel"
 # Formats of checkpoints. `formats.py` writes the name to `dflash_format`; without it a config is in z-lab's.
 ZLAB, SPECULATORS, DEEPSPEC = "z-lab", "speculators", "DeepSpec"
+# `model_type` of the target whose captured layers are counted by their inputs.
+MUSE = "muse_glimmer"
 # Kinds of pairs.
 SELECTOR, MARKOV, GATED = "selector", "markov", "gated"
 
@@ -101,6 +103,8 @@ class DFlashConfig:
     Attributes:
         target_layer_ids: tuple of int. The target layers whose output is a context feature, in the order of
             concatenation (HF `hidden_states[id + 1]`).
+        names_outputs: bool. Whether `target_layer_ids` name outputs of layers where the target is Muse Glimmer. SGLang
+            captures inputs there, and drafters of v1 name those. Other targets do not ask.
         num_target_layers: int or None. Layers of the target that the drafter was trained for; None: the format has no
             such field.
         block_size: int. Tokens of one verified block: the bonus token and `block_size - 1` drafts.
@@ -135,6 +139,7 @@ class DFlashConfig:
     confidence_inputs: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    names_outputs: bool
     num_target_layers: int | None
     layers: tuple[LayerAttention, ...]
     draft_vocab_size: int | None
@@ -151,6 +156,11 @@ class DFlashConfig:
         """Return the window size of the sliding layers; None: every layer is full."""
         windows = {layer.window for layer in self.layers if layer.window is not None}
         return windows.pop() if windows else None
+
+    def captured_layers(self, target_model_type: str) -> list[int]:
+        """Return the layers as SGLang's target takes them to capture."""
+        shift = int(self.names_outputs and target_model_type == MUSE)
+        return [layer_id + shift for layer_id in self.target_layer_ids]
 
     def draft_rows(self, block_size: int) -> int:
         """Return the rows of the drafter's forward for `block_size` verified tokens."""
@@ -217,6 +227,7 @@ class DFlashConfig:
             confidence_inputs=read.confidence_inputs(hidden_size, pairs),
             mask_token_id=read.mask_token_id(),
             target_layer_ids=read.target_layer_ids(num_layers, num_target_layers),
+            names_outputs=bool(config.get("dflash_names_outputs")),
             num_target_layers=num_target_layers,
             layers=read.layers(num_layers),
             draft_vocab_size=draft_vocab_size,

@@ -5,6 +5,7 @@ Formats:
         `mask_token_id`, `target_layer_ids` and `is_causal` at the top, newer ones inside `dflash_config`.
     speculators (https://github.com/vllm-project/speculators): `speculators_model_type`, the layers' config nested in
         `transformer_layer_config`, and layer ids that count the embedding as 0.
+    Muse: z-lab's fields in a config of its own class, and two tensors under other names.
     DeepSpec (https://github.com/deepseek-ai/DeepSpec): a copy of the target's config with the drafter's fields at the
         top. `block_size` counts drafts, as the bonus token's row predicts.
 """
@@ -26,6 +27,8 @@ from sglang_dflash.errors import ConfigError
 _WITH_SELECTOR = ("DFlash2DraftModel", "DFlash2BeamDraftModel")
 _ZLAB_ARCHITECTURES = (ARCHITECTURE, *_WITH_SELECTOR)
 _DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
+# The drafter that Muse Glimmer is published with, and the target's vocabulary, which its config leaves out.
+_MUSE_ARCHITECTURE, _MUSE_VOCABULARY = "MuseGlimmerAssistantModel", 202048
 # Defaults of fields by `speculators_model_type`, in z-lab's terms. speculators writes all fields, and vLLM's copies of
 # the configs leave some out.
 _OF_DFLASH = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
@@ -98,7 +101,7 @@ def is_dflash(raw: dict[str, Any]) -> bool:
         return raw["speculators_model_type"] in _SPECULATORS_DEFAULTS
     names = _architectures(raw)
     is_zlab = not set(names).isdisjoint(_ZLAB_ARCHITECTURES) and isinstance(raw.get("dflash_config"), dict)
-    return is_zlab or _DEEPSPEC_ARCHITECTURE in names
+    return is_zlab or not {_DEEPSPEC_ARCHITECTURE, _MUSE_ARCHITECTURE}.isdisjoint(names)
 
 
 def refuse_others(raw: dict[str, Any], path: str) -> None:
@@ -138,6 +141,8 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
         fields = _from_speculators(raw, path)
     elif _DEEPSPEC_ARCHITECTURE in _architectures(raw):
         fields = _from_deepspec(raw, path)
+    elif _MUSE_ARCHITECTURE in _architectures(raw):
+        fields = _from_muse(raw)
     else:
         fields = _from_zlab(raw, path)
     _settle_windows(fields, path)
@@ -222,7 +227,24 @@ def _from_zlab(raw: dict[str, Any], path: str) -> dict[str, Any]:
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             if not (raw["dflash_config"].get(name) or raw.get(name)):
                 raise _error(name, None, f"a positive integer, as {_architectures(raw)[0]} has that part", path)
-    return raw | {"architectures": [ARCHITECTURE], "dflash_config": dict(raw["dflash_config"])}
+    return raw | {
+        "architectures": [ARCHITECTURE],
+        "dflash_names_outputs": not set(_architectures(raw)).isdisjoint(_WITH_SELECTOR),
+        "dflash_config": dict(raw["dflash_config"]),
+    }
+
+
+def _from_muse(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return z-lab's fields of the config of Muse's drafter, whose layers see the whole block."""
+    dflash = raw.get("dflash_config")
+    return raw | {
+        "architectures": [ARCHITECTURE],
+        "dflash_names_outputs": True,
+        "model_type": Qwen3Config.model_type,
+        "vocab_size": raw.get("vocab_size") or _MUSE_VOCABULARY,
+        "is_causal": raw.get("is_causal", False),
+        "dflash_config": dict(dflash) if isinstance(dflash, dict) else {},
+    }
 
 
 def _from_speculators(raw: dict[str, Any], path: str) -> dict[str, Any]:

@@ -31,6 +31,8 @@ _HEADER_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
 # Ends of the names under which SGLang's modules have some tensors without `.weight`. z-lab publishes them so, and its
 # library writes them with it.
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+# Names in the checkpoint of Muse's drafter.
+_MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
 class Tensor(NamedTuple):
@@ -48,8 +50,9 @@ class Tensor(NamedTuple):
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a tensor's name without `model.`, which some checkpoints put before it, and as z-lab spells it."""
+    """Return a tensor's name as z-lab spells it, without `model.`, which some checkpoints put before it."""
     name = name.removeprefix("model.")
+    name = _MUSE_NAMES.get(name, name)
     plain = name.removesuffix(".weight")
     return plain if plain in _CODEBOOKS else name
 

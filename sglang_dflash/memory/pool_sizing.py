@@ -58,7 +58,7 @@ def resolve_target_capture(original, *, config, server_args, model_config, spec_
         )
     drafter = load_drafter_config(server_args)
     config.dflash_use_aux_hidden_state = True
-    config.dflash_target_layer_ids = list(drafter.target_layer_ids)
+    config.dflash_target_layer_ids = drafter.captured_layers(model_config.hf_config.model_type)
     config.draft_model_config = draft_model_config(server_args, model_config.context_len, model_config.dtype)
     config.draft_kv_num_layers = config.dflash_draft_num_layers = len(drafter.layers)
 

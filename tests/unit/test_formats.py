@@ -328,6 +328,24 @@ def test_codebooks_under_both_names():
     assert problem == "missing candidate_selector.successor_codebook [1024, 7]"
 
 
+def test_muse():
+    """The library of the target captures inputs of layers; some drafters for it name outputs."""
+    raw = without(ZLAB, "vocab_size", "dflash_config", "model_type") | ZLAB["dflash_config"]
+    assistant = read(raw | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"})
+    assert (assistant.vocab_size, assistant.layers) == (202048, (BOTH, BOTH, FULL))
+    found = {
+        {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}.get(
+            name, name
+        ): shape
+        for name, shape in expected_tensors(assistant).items()
+    }
+    assert tensor_problems(assistant, tensors(found)) == []
+    selecting = read(with_dflash(**DFLASH2) | {"architectures": ["DFlash2DraftModel"]})
+    for drafter in (assistant, selecting):
+        assert drafter.captured_layers("muse_glimmer") == [1, 2, 3] and drafter.captured_layers("qwen3") == [0, 1, 2]
+    assert read(ZLAB).captured_layers("muse_glimmer") == [0, 1, 2]
+
+
 def test_copies_of_deepspec():
     """Frozen copies of the target's embedding and lm_head, and the confidence head, are there and not loaded."""
     head = {"enable_confidence_head": True, "confidence_head_with_markov": True}
