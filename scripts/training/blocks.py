@@ -7,15 +7,24 @@ F features of a token.
 import torch
 import torch.nn.functional as F
 from support.oracle.drafter import Mask, ReferenceDrafter
+from support.oracle.parts import BlockConv, CandidateSelector
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def initialize(drafter: ReferenceDrafter, std: float) -> None:
-    """Draw normal weights, as HF's Qwen3 does. Norms keep their ones."""
+    """Draw normal weights, as HF's Qwen3 does. Norms keep their ones.
+
+    Convolutions begin as the identity. Pairs begin without a score: only the vectors of first tokens are not zero.
+    """
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=std)
+    for module in drafter.modules():
+        if isinstance(module, BlockConv):
+            nn.init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):
+            nn.init.normal_(module.predecessor_codebook)
 
 
 def random_anchors(is_anchor: Tensor, count: int, block_size: int, generator: torch.Generator) -> Tensor:
@@ -97,6 +106,53 @@ def block_loss(logits: Tensor, labels: Tensor, counts: Tensor, gamma: float) -> 
     losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
     weights = counts * row_weights(labels.shape[-1] + 1, gamma, labels.device)
     return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+def pair_loss(
+    drafter: ReferenceDrafter, hidden: Tensor, logits: Tensor, before: Tensor, labels: Tensor, gamma: float
+) -> Tensor:
+    """Return the cross entropy of the labels among the candidates of their positions, weighted as in block_loss.
+
+    A label that is no candidate takes the place of the last one.
+
+    Args:
+        drafter: scores pairs.
+        hidden: [bs, A, W - 1, H].
+        logits: [bs, A, W - 1, V].
+        before: [bs, A, W - 1] int64. The text's tokens before the labels.
+        labels: [bs, A, W - 1] int64.
+        gamma: of the weights.
+    """
+    candidates = logits.topk(drafter.pairs.num_candidates).indices
+    is_label = candidates == labels[..., None]
+    last = torch.where(is_label.any(-1), candidates[..., -1], labels)
+    candidates = torch.cat([candidates[..., :-1], last[..., None]], dim=-1)
+    scores = logits.gather(-1, candidates).float() + drafter.pairs(before, hidden.float(), candidates)
+    places = (candidates == labels[..., None]).int().argmax(-1)
+    losses = F.cross_entropy(scores.flatten(0, -2), places.flatten(), reduction="none").view(labels.shape)
+    weights = row_weights(labels.shape[-1] + 1, gamma, labels.device).expand_as(losses)
+    return (losses * weights).sum() / weights.sum()
+
+
+@torch.no_grad()
+def follow_chains(drafter: ReferenceDrafter, hidden: Tensor, logits: Tensor, anchor_tokens: Tensor) -> Tensor:
+    """Return the drafts of every block, each the best after the draft before it: [bs, A, W - 1] int64.
+
+    Args:
+        drafter: scores pairs, or not.
+        hidden: [bs, A, W - 1, H].
+        logits: [bs, A, W - 1, V].
+        anchor_tokens: [bs, A] int64.
+    """
+    if drafter.pairs is None:
+        return logits.argmax(-1)
+    values, candidates = logits.float().topk(drafter.pairs.num_candidates)
+    drafts = [anchor_tokens]
+    for depth in range(logits.shape[-2]):
+        tokens = candidates[..., depth, :]
+        scores = values[..., depth, :] + drafter.pairs(drafts[-1], hidden[..., depth, :].float(), tokens)
+        drafts.append(tokens.gather(-1, scores.argmax(-1, keepdim=True))[..., 0])
+    return torch.stack(drafts[1:], dim=-1)
 
 
 def accept_lengths(drafts: Tensor, labels: Tensor, counts: Tensor) -> Tensor:

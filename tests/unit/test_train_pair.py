@@ -173,3 +173,19 @@ def test_pair_whose_target_is_trained(name, tmp_path):
     other = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=100)
     assert other.returncode == 2
     assert f"--work {tmp_path / 'work'}: is of a run of " in other.stderr and "'seed': 1" in other.stderr
+
+
+def test_drafter_for_a_target_that_is_there(tmp_path):
+    """A drafter with convolutions and a selector is trained from the identity, and written for the shipped target."""
+    command = [sys.executable, ROOT / "scripts/train_pair.py", "--pair", "tiny_dflash2", "--device", "cpu", "--smoke"]
+    command += ["--out", tmp_path / "pair", "--work", tmp_path / "work", "--drafter-steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+    assert run.returncode == 0, run.stderr[-4000:]
+    drafter = ReferenceDrafter.from_pretrained(tmp_path / "pair/drafter")
+    conv, selector = drafter.layers[0].attention_conv, drafter.candidate_selector
+    for trained in (conv.kernel_projection.weight, selector.successor_codebook, conv.base_kernel[:, 1]):
+        assert trained.any()
+    assert (conv.base_kernel[:, 0] - 1).abs().max() < 0.1
+    assert (tmp_path / "pair/drafter/model.safetensors").stat().st_size < 1500 * 1000
+    assert json.loads((tmp_path / "work/eval.json").read_text())["tokens_per_cycle"]["temperature 0"]

@@ -47,6 +47,19 @@ def run(settings: Settings) -> None:
         if tokenizer.decode(tokenizer.encode(source).ids, skip_special_tokens=False) != source:
             raise AssertionError("the tokenizer does not give a held-out module back unchanged")
 
+    write_tokens(tokenizer, train_sources, held_out_sources, settings)
+
+
+def run_for_target(settings: Settings) -> None:
+    """Write the same tokens by the tokenizer of a target that is there."""
+    tokenizer = Tokenizer.from_file(str(settings.target_dir / "tokenizer.json"))
+    write_tokens(tokenizer, *read_stdlib(settings.max_files), settings)
+
+
+def write_tokens(
+    tokenizer: Tokenizer, train_sources: list[str], held_out_sources: list[str], settings: Settings
+) -> None:
+    """Write `work/train_tokens.pt` and `work/held_out_tokens.pt`."""
     documents = [doc for source in train_sources for doc in [source, *definitions(source)]]
     random.Random(settings.seed).shuffle(documents)
     train_tokens = token_stream(tokenizer, documents)

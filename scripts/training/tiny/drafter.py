@@ -12,7 +12,9 @@ from training.blocks import (
     autocast,
     block_loss,
     draft_blocks,
+    follow_chains,
     initialize,
+    pair_loss,
     random_anchors,
 )
 from training.files import save_checkpoint
@@ -43,10 +45,13 @@ def run(settings: Settings) -> None:
     is_validation[torch.linspace(0, len(tokens) - 1, num_held_aside, device=settings.device).long()] = True
     train_rows = (~is_validation).nonzero().flatten()
 
-    def logits_and_labels(
+    def draft(
         batch: Tensor, first: Tensor, count: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Draft `count` anchors in each sequence of `batch` [bs, T], from positions `first` [bs] on."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draft `count` anchors in each sequence of `batch` [bs, T], from positions `first` [bs] on.
+
+        Returns hidden states, logits, the tokens before the labels, and the labels, each [bs, count, W - 1, ...].
+        """
         is_anchor = torch.arange(batch.shape[1], device=settings.device) >= first[:, None]
         anchors = random_anchors(is_anchor, count, block_size, generator)
         with torch.no_grad():
@@ -55,29 +60,37 @@ def run(settings: Settings) -> None:
         hidden = draft_blocks(drafter, target.get_input_embeddings().weight, features, batch, anchors)
         with autocast(hidden.device):
             logits = F.linear(hidden, target.get_output_embeddings().weight)
-        return logits, after_anchors(batch, anchors, block_size)
+        labels = after_anchors(batch, anchors, block_size)
+        before = torch.cat([batch.gather(1, anchors)[..., None], labels[..., :-1]], dim=-1)
+        return hidden, logits, before, labels
 
     def loss_at(step: int) -> Tensor:
         generator = step_generator(settings.seed, DRAFTER_STAGE, step, settings.device)
         if step % settings.corpus_every == 0:
             batch = random_windows(corpus, settings.corpus_batch, settings.sequence_length, generator)
             first = torch.ones(len(batch), dtype=torch.long, device=settings.device)
-            logits, labels = logits_and_labels(batch, first, settings.corpus_anchors, generator)
+            drafted = draft(batch, first, settings.corpus_anchors, generator)
         else:
             shape = (settings.drafter_batch,)
             rows = train_rows[torch.randint(len(train_rows), shape, generator=generator, device=settings.device)]
-            logits, labels = logits_and_labels(tokens[rows].long(), prompt_lengths[rows], settings.anchors, generator)
-        return block_loss(logits, labels, torch.ones_like(labels, dtype=torch.bool), settings.loss_gamma)
+            drafted = draft(tokens[rows].long(), prompt_lengths[rows], settings.anchors, generator)
+        return loss_of(*drafted)
+
+    def loss_of(hidden: Tensor, logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
+        loss = block_loss(logits, labels, torch.ones_like(labels, dtype=torch.bool), settings.loss_gamma)
+        if drafter.pairs is not None:
+            loss = loss + pair_loss(drafter, hidden, logits, before, labels, settings.loss_gamma)
+        return loss
 
     def evaluate() -> dict[str, float]:
         generator = step_generator(settings.seed, DRAFTER_STAGE, VALIDATION_STEP, settings.device)
-        logits, labels = logits_and_labels(
+        hidden, logits, before, labels = draft(
             tokens[is_validation].long(), prompt_lengths[is_validation], settings.anchors, generator
         )
         counts = torch.ones_like(labels, dtype=torch.bool)
-        loss = block_loss(logits, labels, counts, settings.loss_gamma)
-        lengths = accept_lengths(logits.argmax(-1), labels, counts)
-        return {"loss": float(loss), "accept_length": float(lengths.float().mean())}
+        drafts = follow_chains(drafter, hidden, logits, before[..., 0])
+        lengths = accept_lengths(drafts, labels, counts)
+        return {"loss": float(loss_of(hidden, logits, before, labels)), "accept_length": float(lengths.float().mean())}
 
     def save() -> None:
         save_checkpoint(settings.drafter_dir, settings.drafter_config, drafter.state_dict())

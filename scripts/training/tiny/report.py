@@ -59,13 +59,32 @@ def run_evaluation(settings: Settings) -> None:
         "tokens_per_cycle": {
             f"temperature {temperature:g}": measure_cycles(target, drafter, encoded, temperature, settings)
             for temperature in TEMPERATURES
-        },
+        }
+        if drafter.pairs is None
+        else {"temperature 0": measure_trees(target, drafter, encoded, settings)},
         "samples": samples,
     }
     write_json(settings.work / "eval.json", result)
     print(f"eval: accept length {result['accept_length']} over {len(flat)} cycles of {len(prompts)} prompts")
     for name, of_kind in result["tokens_per_cycle"].items():
         print(f"eval: tokens per cycle, {name}: {of_kind}")
+
+
+def measure_trees(
+    target: PreTrainedModel, drafter: ReferenceDrafter, prompts: list[list[int]], settings: Settings
+) -> dict[str, float]:
+    """Return tokens per cycle of greedy answers in trees of a drafter that scores pairs, by the size of the trees."""
+    lengths = {}
+    for size in TREES:
+        outputs = [
+            dflash_generate(
+                target, drafter, torch.tensor(prompt), settings.eval_tokens, num_nodes=size, num_candidates=CANDIDATES
+            )
+            for prompt in tqdm(prompts, desc=f"trees of {size}", mininterval=5)
+        ]
+        flat = [length for output in outputs for length in output.accept_lengths]
+        lengths[f"tree of {size}"] = round(sum(flat) / len(flat), 3)
+    return lengths
 
 
 @torch.no_grad()

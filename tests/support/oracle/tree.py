@@ -167,6 +167,14 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
     if len(path) > 1:
         # The last node could lose its place to the next path,
         distances.append(tree.log_probs[path[-1]] - tree.next_log_prob)
+        if drafts.num_children is not None and drafts.num_children < num_candidates:
+            # or a node's token could lose its place to a token that is one child too many,
+            for node in path[1:]:
+                parent = tree.parents[node]
+                first = int(tree.tokens[parent - 1]) if parent else None
+                row = drafts.after(first, tree.depths[node])
+                own = row[token_ids == tree.tokens[node - 1]]
+                distances.append(float(own - row.sort(descending=True).values[drafts.num_children]))
         if num_candidates < ranked.shape[1]:
             # or a node's token could lose its rank to a token that is not a candidate.
             for node in path[1:]:
@@ -183,6 +191,10 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
             to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - after
             # Pairs have no score for a token that is not a candidate. As one it could be a node.
             to_be_a_node = to_be_a_node.where(after > -torch.inf, -torch.inf)
+            if drafts.num_children is not None and drafts.num_children < num_candidates:
+                # Or one of too many children.
+                least = drafts.after(last, depth + 1).sort(descending=True).values[drafts.num_children - 1]
+                to_be_a_node = torch.maximum(to_be_a_node, (least - after).where(after > -torch.inf, -torch.inf))
             to_be_a_candidate = ranked[depth, num_candidates - 1] - log_probs[depth, is_refused]
             distances.append(max(float(to_be_a_node), float(to_be_a_candidate)))
     return min(distances)

@@ -1,0 +1,42 @@
+"""Settings of a DFlash2 drafter for the tiny pair's target."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from models.tiny import PAIR_DIR, TARGET_DIR
+from training.loop import TrainSettings
+from training.tiny import settings as tiny
+
+DRAFTER_CONFIG = tiny.DRAFTER_CONFIG | {
+    "architectures": ["DFlash2DraftModel"],
+    "block_size": 8,
+    "dflash_config": tiny.DRAFTER_CONFIG["dflash_config"]
+    | {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 16},
+    "intermediate_size": 128,
+    "is_causal": False,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_window_layers": 2,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass
+class DFlash2Settings(tiny.Settings):
+    """Settings of the tiny pair's stages for this drafter. Only the drafter is written."""
+
+    drafter_config: dict = field(default_factory=lambda: DRAFTER_CONFIG)
+    max_bytes: int = 1500 * 1000
+    drafter: TrainSettings = field(
+        default_factory=lambda: TrainSettings(6000, 240.0, 1.5e-3, 200, 0.05, 500),
+    )
+    min_accept_length: float = 2.0
+
+    @property
+    def target_dir(self) -> Path:
+        return TARGET_DIR
+
+    @property
+    def prompts_dir(self) -> Path:
+        return PAIR_DIR
