@@ -74,11 +74,11 @@ def measure_trees(
     target: PreTrainedModel, drafter: ReferenceDrafter, prompts: list[list[int]], settings: Settings
 ) -> dict[str, float]:
     """Return tokens per cycle of greedy answers in trees of a drafter that scores pairs, by the size of the trees."""
-    lengths = {}
+    lengths, k = {}, drafter.pairs.num_candidates
     for size in TREES:
         outputs = [
             dflash_generate(
-                target, drafter, torch.tensor(prompt), settings.eval_tokens, num_nodes=size, num_candidates=CANDIDATES
+                target, drafter, torch.tensor(prompt), settings.eval_tokens, num_nodes=size, num_candidates=k
             )
             for prompt in tqdm(prompts, desc=f"trees of {size}", mininterval=5)
         ]
