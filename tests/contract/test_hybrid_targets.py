@@ -47,7 +47,7 @@ def test_trees(arguments, num_nodes, block_size):
     assert sizes == (block_size, num_nodes or 16)
 
 
-@pytest.mark.parametrize(("topk", "num_candidates"), [(None, 8), (1, 1), (16, 16)])
+@pytest.mark.parametrize(("topk", "num_candidates"), [(None, 16), (1, 1), (8, 8)])
 def test_trees_are_the_default_on_a_gpu(arguments, monkeypatch, caplog, topk, num_candidates):
     monkeypatch.setattr("sglang_dflash.server_args.trees.TREE_DEVICES", ("cuda", "cpu"))
     with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):

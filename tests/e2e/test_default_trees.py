@@ -22,7 +22,7 @@ def served(pair, prompts) -> tuple[int, int]:
 
 @pytest.mark.parametrize("settings", [DEFAULT_TREES], indirect=True, ids=str)
 def test_as_many_nodes_as_a_block_has_tokens(pair, prompts):
-    assert served(pair, prompts) == (16, 8)
+    assert served(pair, prompts) == (16, 16)
     assert pair.dflash.log().count("Drafts are verified in trees of up to 16 nodes; ") == 1
 
 

@@ -17,6 +17,7 @@ from support.engine_process import EngineProcess
 from support.plugins import python_path
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
+from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES
 
 # Without a GPU, tests are rehearsed on SGLang's CPU engine (`--rehearse`).
 ON_CPU = not torch.cuda.is_available()
@@ -89,7 +90,7 @@ class EngineConfig:
         if is_dflash:
             # As on a GPU by default.
             is_exact = "enable_deterministic_inference" in self.arguments
-            arguments.setdefault("speculative_eagle_topk", 1 if is_exact else 8)
+            arguments.setdefault("speculative_eagle_topk", 1 if is_exact else DEFAULT_CANDIDATES)
             if sizes is not None and not arguments.get("disable_cuda_graph"):
                 plugins, arguments = (*plugins, "eager_graphs"), arguments | {"cuda_graph_bs_decode": sizes}
         # States of recurrent layers are then those of float32 too.

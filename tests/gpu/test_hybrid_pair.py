@@ -90,7 +90,7 @@ def test_lossless_and_acceptance(backend, shape, engines, prompts):
     of_plain, _, _ = references(engines, backend, prompts)
     described = engines.describe(served(backend, shape))
     assert described["verified_rows"] == 16
-    assert described["candidates_per_position"] == (8 if shape == "trees" else 1)
+    assert described["candidates_per_position"] == (16 if shape == "trees" else 1)
     assert described["recurrent_states"]["slots"] == 100
 
     compared, rate = check_texts(engines, served(backend, shape), of_plain, pair_calls(prompts))

@@ -79,7 +79,7 @@ def test_lossless_and_acceptance(pair: Pair, prompts):
     compared, rate = compare(plain, dflash), tokens_per_cycle(dflash)
     name, (usual_rate, usual_identical) = pair.dflash.settings.name, USUAL[pair.dflash.settings.name.split("-")[1]]
     described = pair.dflash.internal_state()["sglang_dflash"]
-    assert described["candidates_per_position"] == (8 if name.endswith("trees") else 1)
+    assert described["candidates_per_position"] == (16 if name.endswith("trees") else 1)
     print(f"\ntp {name}: {compared}, {rate:.3f} tokens per cycle")
     compared.assert_ties(TIE)
     compared.assert_floor(usual_identical)

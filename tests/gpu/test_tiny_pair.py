@@ -57,7 +57,7 @@ def test_lossless_and_acceptance(backend, shape, engines, prompts):
     described = engines.describe(served(backend, shape))
     assert described["worker"] == "DFlashWorker"
     assert described["verified_rows"] == 16
-    assert described["candidates_per_position"] == (8 if shape == "trees" else 1)
+    assert described["candidates_per_position"] == (16 if shape == "trees" else 1)
     assert ON_CPU or described["draft_attention_backend"] == backend
 
     compared, rate = check_texts(engines, served(backend, shape), of_plain, pair_calls(prompts))
@@ -167,7 +167,7 @@ def test_every_flag_at_its_default(engines, prompts):
     # Other engines share the GPU.
     config = replace(config, arguments=defaults | {"max_total_tokens": 60_000})
     worker = engines.describe(config)
-    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 8)
+    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 16)
     of_plain, _ = plain_answers(engines, "fa3", prompts)
     compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
