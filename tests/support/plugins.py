@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,17 @@ def _install(name: str) -> str:
     folder = Path(tempfile.gettempdir()) / f"sglang-dflash-test-plugins-{os.getuid()}" / name
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
-    shutil.copy(_PLUGINS / f"{name}.py", folder)
+    _write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    _write(info / "entry_points.txt", f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    _write(folder / f"{name}.py", (_PLUGINS / f"{name}.py").read_text())
     return str(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that a server of another process may be reading."""
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(text)
+    written.replace(path)
 
 
 def python_path(*names: str) -> str:
