@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
+from sglang_dflash_cpu.pinned_memory import without_pinning
 
 
 def _extend_forward_kwargs(
@@ -183,5 +184,18 @@ CPU_HOOKS: list[Hook] = [
         function=_platform_supports_extra_buffer,
         why="it refuses the CPU, though DFLASH keeps the states of decoding requests itself",
         until="SGLang keeps the states of decoding requests on a CPU",
+    ),
+    *(
+        Hook(
+            target=target,
+            kind=HookType.AROUND,
+            function=without_pinning,
+            why="LoRA's tables on the host are in pinned memory",
+            until="SGLang pins memory only where there is a GPU",
+        )
+        for target in (
+            "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+            "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        )
     ),
 ]

@@ -12,6 +12,7 @@ import logging
 import random
 from dataclasses import asdict, dataclass
 
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -86,12 +87,15 @@ class LoadedModels:
         target_runner, device = target_worker.model_runner, target_worker.device
         target_model, draft_model = target_runner.model, draft_runner.model
         mask_embedding = read_mask_embedding(draft_model.dflash_config, get_spec().speculative_draft_model_revision)
-        draft_model.use_target_embedding(target_model.get_input_embeddings(), mask_embedding)
+        # Adapters are the target's alone.
+        embedding = unwrap_lora_layer(target_model.get_input_embeddings())
+        draft_model.use_target_embedding(embedding, mask_embedding)
         for model in (target_model, draft_model):
             if device == "cpu":
                 cpu_support.install_layers(model)
             else:
-                add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0)
+                is_adapted = model is target_model and target_runner.lora_manager is not None
+                add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0 and not is_adapted)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
@@ -105,7 +109,7 @@ class LoadedModels:
             mask_token_id=draft_model.dflash_config.mask_token_id,
             num_candidates=k,
             asks_for_trees=asks_for_trees(server_args),
-            head=DraftHead.of(draft_model, target_model.lm_head, tp_group, k),
+            head=DraftHead.of(draft_model, unwrap_lora_layer(target_model.lm_head), tp_group, k),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
             bigrams=Bigrams(num_slots, device) if k > 1 else None,
             metrics=CycleMetrics(block_size, device),
@@ -186,7 +190,8 @@ class BuiltCycle:
         if obstacle is not None:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
             k, bigrams = 1, None
-            head = DraftHead.of(draft_runner.model, target_runner.model.lm_head, get_parallel().tp_group, k=1)
+            lm_head = unwrap_lora_layer(target_runner.model.lm_head)
+            head = DraftHead.of(draft_runner.model, lm_head, get_parallel().tp_group, k=1)
         simulated = simulation(draft_runner.device)
         has_pairs = draft_runner.model.dflash_config.pairs is not None
         simulated.check(target_runner.model_config.vocab_size, loaded.block_size - 1, k, has_pairs)

@@ -18,6 +18,7 @@ import logging
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import get_exec
@@ -107,8 +108,13 @@ def install(model: nn.Module) -> int:
     return num_layers
 
 
-def runs_few_rows(layer: LinearBase, num_rows: int) -> bool:
-    """Return whether the layer uses the kernel for this number of rows. The kernel lets the next one start early."""
+def runs_few_rows(layer: LinearBase | BaseLayerWithLoRA, num_rows: int) -> bool:
+    """Return whether the layer uses the kernel for this number of rows. The kernel lets the next one start early.
+
+    After a layer with LoRA adapters, the next kernel follows those of the adapters.
+    """
+    if isinstance(layer, BaseLayerWithLoRA):
+        return False
     method = layer.quant_method
     return type(method) is FewRowsLinearMethod and num_rows <= method.max_rows
 

@@ -56,6 +56,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     refusals.check_draft_window(server_args)
     refusals.check_graphs(server_args)
     refusals.check_adaptive(server_args)
+    refusals.check_lora(server_args)
     cfg = resolving_view(server_args)
     if cfg.speculative_use_block_verification:
         declare_resolution(server_args, _SOURCE, speculative_use_block_verification=False)

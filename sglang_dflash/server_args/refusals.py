@@ -61,13 +61,11 @@ UNSUPPORTED = (
     "grpc_mode",
     # Looks for the drafter's layers by the names that they have in a target.
     "debug_tensor_dump_output_folder",
-    # Other tasks, adapters, and outputs that the cycle does not collect.
+    # Other tasks, and outputs that the cycle does not collect.
     "is_embedding",
     "enable_mis",
     "encoder_only",
     "dllm_algorithm",
-    "enable_lora",
-    "lora_paths",
     "enable_strict_thinking",
     "enable_watermark",
     "enable_return_routed_experts",
@@ -171,6 +169,25 @@ def check_adaptive(server_args: ServerArgs) -> None:
         raise ConfigError(
             "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
             "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
+        )
+
+
+def check_lora(server_args: ServerArgs) -> None:
+    """Refuse what LoRA adapters of the target do not go with."""
+    cfg = resolving_view(server_args)
+    # SGLang enables LoRA for adapters later in resolution.
+    if not (cfg.enable_lora or (cfg.enable_lora is None and cfg.lora_paths)):
+        return
+    flag = "--enable-lora" if cfg.enable_lora else "--lora-paths"
+    if cfg.speculative_adaptive:
+        raise ConfigError(
+            f"{flag} with --speculative-adaptive is not supported: graphs of all draft lengths would share the table "
+            "that names each token's adapter, which SGLang makes for one length; leave one of them out."
+        )
+    if cfg.lora_backend == "triton_v2":
+        raise ConfigError(
+            f"{flag} with --lora-backend triton_v2 is not supported: it captures every CUDA graph twice, with adapters "
+            "and without; choose csgmv or triton."
         )
 
 

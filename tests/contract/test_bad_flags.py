@@ -138,7 +138,6 @@ UNSUPPORTED_VALUES = {
     "debug_tensor_dump_output_folder": "dumps",
     "debug_cuda_graph": True,
     "weight_cache_mode": "client",
-    "lora_paths": ["adapter"],
     "dllm_algorithm": "LowConfidence",
     "speculative_adaptive_config": "adaptive.json",
     "speculative_token_map": "map.pt",
@@ -338,7 +337,7 @@ def test_bad_files_of_recorded_drafts(recorded, monkeypatch):
     assert message().startswith(f"SGLANG_DFLASH_RECORDED_DRAFTS={recorded}: ")
 
 
-@pytest.mark.parametrize("field", ["enable_lora", "enable_two_batch_overlap", "lora_paths"])
+@pytest.mark.parametrize("field", ["enable_two_batch_overlap", "enable_hisparse", "enable_lora", "lora_paths"])
 def test_flag_that_is_off_is_accepted(field):
     resolve(**{field: [] if field == "lora_paths" else False})
 
@@ -421,6 +420,23 @@ def test_draft_window_size(window):
 def test_graphs_in_pieces(flags):
     message = refusal(attention_backend="triton", **flags)
     assert message.startswith("--cuda-graph-backend-decode breakable:")
+
+
+LORA = {
+    "--enable-lora": {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+    "--lora-paths": {"lora_paths": ["adapter"]},
+}
+
+
+@pytest.mark.parametrize("flag", LORA)
+def test_adapters(flag):
+    asks = LORA[flag]
+    resolve(**asks)
+    assert refusal(**asks, speculative_adaptive=True).startswith(f"{flag} with --speculative-adaptive is not supported")
+    message = refusal(**asks, lora_backend="triton_v2")
+    assert message.startswith(f"{flag} with --lora-backend triton_v2 is not supported")
+    # Paths that are ignored.
+    assert not resolve(**asks | {"enable_lora": False}, speculative_adaptive=True).enable_lora
 
 
 def test_adaptive_is_kept():

@@ -6,6 +6,7 @@ from resolving import asked
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
@@ -73,3 +74,19 @@ def test_gated_mlp(publish_server, mlp_type):
         assert isinstance(mlp.act_fn, small_m_linear.PassActivated)
         for batch, want in zip(batches, before, strict=True):
             torch.testing.assert_close(mlp(batch), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rounds there; tests/kernels and tests/gpu run its kernel")
+def test_mlp_with_adapters(publish_server):
+    """A gate_up_proj with LoRA adapters is not activated by its own kernel: the adapters' part comes after it."""
+    publish_server()
+    mlp = LlamaMLP(hidden_size=64, intermediate_size=96, hidden_act="silu")
+    base = mlp.gate_up_proj
+    mlp.gate_up_proj = BaseLayerWithLoRA(base, lora_backend=None)
+    small_m_linear.install(mlp)
+    assert type(base.quant_method) is small_m_linear.FewRowsLinearMethod
+    assert not isinstance(mlp.act_fn, small_m_linear.PassActivated)
+    rows = torch.randn(2, 64)
+    assert base.quant_method.apply(base, rows).shape == (2, 2 * 96)
+    assert not small_m_linear.runs_few_rows(mlp.gate_up_proj, 2)
+    assert small_m_linear.runs_few_rows(base, 2)
