@@ -118,6 +118,7 @@ class DFlashConfig:
         draft_vocab_size: int or None. Tokens of the drafter's own lm_head, for a part of the target's vocabulary; None:
             it drafts with the target's lm_head.
         input_embedding_scale: float. Factor of the rows of the target's embedding table.
+        attention_value_scale: float. Factor of the values of attention, in blocks and context.
         output_multiplier: float. Factor of the logits.
         final_logit_softcapping: float or None. Cap c of c * tanh(x / c) on the multiplied logits x; None: no cap.
         rope_type: "default", "linear", "yarn" or "llama3".
@@ -144,6 +145,7 @@ class DFlashConfig:
     layers: tuple[LayerAttention, ...]
     draft_vocab_size: int | None
     input_embedding_scale: float
+    attention_value_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
     rope_type: str
@@ -198,12 +200,7 @@ class DFlashConfig:
         if target_hidden_size not in (None, hidden_size):
             raise read.error("target_hidden_size", target_hidden_size, f"the drafter's own hidden_size={hidden_size}")
         # Related drafters have them; this package does not compute them.
-        for field, off in (
-            ("attention_sink_bias", False),
-            ("attention_value_scale", 1),
-            ("gating", False),
-            ("aux_hidden_norms", False),
-        ):
+        for field, off in (("attention_sink_bias", False), ("gating", False), ("aux_hidden_norms", False)):
             if read.get(field) not in (None, off):
                 raise read.error(field, read.get(field), f"{json.dumps(off)} or nothing")
         predicts_from_anchor = read.flag("sample_from_anchor")
@@ -232,6 +229,7 @@ class DFlashConfig:
             layers=read.layers(num_layers),
             draft_vocab_size=draft_vocab_size,
             input_embedding_scale=read.positive_number("input_embedding_scale", default=1.0),
+            attention_value_scale=read.positive_number("attention_value_scale", default=1.0),
             output_multiplier=read.positive_number("output_multiplier", default=1.0),
             final_logit_softcapping=read.positive_number("final_logit_softcapping", default=None),
             rope_type=config["rope_parameters"]["rope_type"],

@@ -223,6 +223,9 @@ class DFlashDraftModel(nn.Module):
             if name in ("d2t", "t2d"):
                 vocabulary[name] = tensor
             elif name in expected:
+                if ".v_proj." in name and config.attention_value_scale != 1.0:
+                    # Both paths compute values with these weights.
+                    tensor = tensor.float() * config.attention_value_scale
                 _load(params, name, tensor)
         check_tensors(config, found)
         if config.draft_vocab_size is not None:

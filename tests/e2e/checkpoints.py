@@ -74,6 +74,7 @@ def zlab_new_places(path: Path) -> Path:
         "block_size": CONFIG["block_size"],
         "is_causal": True,
         "input_embedding_scale": 1.1,
+        "attention_value_scale": 0.625,
         "output_multiplier": 0.5,
         "final_logit_softcapping": 30.0,
     }
@@ -94,6 +95,8 @@ def zlab_new_places(path: Path) -> Path:
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
             size = weights[f"layers.{i}.self_attn.{projection}.weight"].shape[0]
             weights[f"layers.{i}.self_attn.{projection}.bias"] = 0.05 * torch.randn(size, generator=generator)
+        # The values stay as they were trained.
+        weights[f"layers.{i}.self_attn.v_proj.weight"] /= inner["attention_value_scale"]
     return write(path, config, weights)
 
 

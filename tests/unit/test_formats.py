@@ -363,14 +363,16 @@ def test_copies_of_deepspec():
 # --- fields that change the drafter ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("raw", [ZLAB | {"input_embedding_scale": 16}, with_dflash(input_embedding_scale=16.0)])
-def test_input_embedding_scale(raw):
-    assert read(raw).input_embedding_scale == 16.0
+@pytest.mark.parametrize("field", ["input_embedding_scale", "attention_value_scale"])
+def test_scales(field):
+    assert getattr(read(ZLAB), field) == 1.0
+    for raw in (ZLAB | {field: 16}, with_dflash(**{field: 16.0})):
+        assert getattr(read(raw), field) == 16.0
 
 
 @pytest.mark.parametrize(
     ("field", "value", "off"),
-    [("attention_sink_bias", True, False), ("attention_value_scale", 0.5, 1.0), ("gating", True, False)],
+    [("attention_sink_bias", True, False), ("gating", True, False)],
 )
 def test_field_of_related_drafters(field, value, off):
     assert read(with_dflash(**{field: off})) == read(ZLAB)
@@ -379,7 +381,9 @@ def test_field_of_related_drafters(field, value, off):
             read(raw)
 
 
-@pytest.mark.parametrize("field", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
+@pytest.mark.parametrize(
+    "field", ["input_embedding_scale", "attention_value_scale", "output_multiplier", "final_logit_softcapping"]
+)
 @pytest.mark.parametrize("value", [0, -1.0, "1", float("nan"), float("inf")])
 def test_scale_that_is_no_scale(field, value):
     with pytest.raises(ConfigError, match=field):

@@ -52,6 +52,7 @@ class ReferenceConfig:
     rope: Qwen3Config
     attention_bias: bool
     input_embedding_scale: float
+    attention_value_scale: float
     vocab_size: int
     draft_vocab_size: int
     block_size: int
@@ -105,6 +106,7 @@ class ReferenceConfig:
             rope=Qwen3Config.from_dict(config),
             attention_bias=config.get("attention_bias", False),
             input_embedding_scale=own.get("input_embedding_scale", 1.0),
+            attention_value_scale=own.get("attention_value_scale", 1.0),
             vocab_size=config["vocab_size"],
             draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
             # Where the bonus token's row predicts, the field counts drafts.
@@ -223,6 +225,7 @@ class DFlashAttention(nn.Module):
     def __init__(self, config: ReferenceConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.value_scale = config.attention_value_scale
         self.queries_per_kv = config.num_attention_heads // config.num_key_value_heads
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -240,7 +243,7 @@ class DFlashAttention(nn.Module):
     def project_kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerKV:
         """Return rotated keys and values [bs, kv_heads, L, head_dim] each, for x [bs, L, H]."""
         keys = self.k_norm(self.split_heads(self.k_proj(x))).transpose(1, 2)
-        values = self.split_heads(self.v_proj(x)).transpose(1, 2)
+        values = self.split_heads(self.v_proj(x)).transpose(1, 2) * self.value_scale
         return apply_rope(keys, cos, sin), values
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context_kv: LayerKV, mask: Mask) -> Tensor:
