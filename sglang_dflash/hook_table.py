@@ -15,7 +15,7 @@ from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ARCHITECTURE
 from sglang_dflash.engine import hidden_states
 from sglang_dflash.hooks import CREATE_WORKER, Hook
-from sglang_dflash.memory import limits, pool_sizing
+from sglang_dflash.memory import limits, pool_sizing, stored_kv
 from sglang_dflash.recurrent import pool as recurrent_pool
 from sglang_dflash.recurrent import prefix_cache
 from sglang_dflash.recurrent import verify as recurrent_verify
@@ -172,6 +172,13 @@ HOOKS = [
         function=limits.leave_last_token_out,
         why="the next turn of a streaming session would read a rejected draft's KV as the last token's",
         until="SGLang does not count KV for the last token of a finished request",
+    ),
+    Hook(
+        target="sglang.srt.managers.cache_controller.storage_model_name",
+        kind=HookType.AROUND,
+        function=stored_kv.storage_model_name,
+        why="KV in storage is named after the target, and another drafter's would be taken for this one's",
+        until="names of stored KV have the drafter, too",
     ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
+from sglang_dflash_cpu import host_pool
 from sglang_dflash_cpu.pinned_memory import without_pinning
 
 
@@ -196,6 +197,20 @@ CPU_HOOKS: list[Hook] = [
         for target in (
             "sglang.srt.lora.lora_manager.LoRAManager.__init__",
             "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        )
+    ),
+    *(
+        Hook(
+            target=f"sglang.srt.mem_cache.pool_host.{target}",
+            kind=HookType.REPLACE,
+            function=function,
+            why=why,
+            until="SGLang keeps KV in host memory on a CPU",
+        )
+        for target, function, why in (
+            ("common._cuda_host_register", host_pool.register_nothing, "it locks pages of host memory for CUDA"),
+            ("mha.MHATokenToKVPoolHost.load_to_device_per_layer", host_pool.load_layer, "it calls CUDA kernels"),
+            ("mha.MHATokenToKVPoolHost.backup_from_device_all_layer", host_pool.save_layers, "it calls CUDA kernels"),
         )
     ),
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 import msgspec
-from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
 from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import MAX_CANDIDATES
+from sglang_dflash.checkpoint.config import MAX_CANDIDATES, DFlashConfig, TargetFacts
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.backends import device_type
 from sglang_dflash.server_args.trees import asks_for_trees
@@ -36,10 +36,10 @@ UNSUPPORTED = (
     "enable_two_batch_overlap",
     "enable_pdmux",
     "elastic_ep_backend",
-    # KV that moves between servers or tiers, or has another layout: the drafter's KV does not follow it.
+    # KV that moves between servers, or has another layout: the drafter's KV does not follow it.
     "disaggregation_mode",
     "enable_pd_role_switch",
-    "enable_hierarchical_cache",
+    "hicache_host_memory_mode",
     "enable_unified_cache_external_linker",
     "enable_lmcache",
     "enable_flexkv",
@@ -188,6 +188,22 @@ def check_lora(server_args: ServerArgs) -> None:
         raise ConfigError(
             f"{flag} with --lora-backend triton_v2 is not supported: it captures every CUDA graph twice, with adapters "
             "and without; choose csgmv or triton."
+        )
+
+
+def check_host_cache(server_args: ServerArgs, drafter: DFlashConfig, target: TargetFacts) -> None:
+    """Refuse KV in host memory for pairs whose KV SGLang cannot move together."""
+    if not resolving_view(server_args).enable_hierarchical_cache:
+        return
+    flag = "--enable-hierarchical-cache"
+    if target.is_recurrent:
+        raise ConfigError(f"{flag} is not supported with DFLASH for a target with recurrent layers; leave it out.")
+    if model_config_of(server_args).is_hybrid_swa:
+        raise ConfigError(f"{flag} is not supported with DFLASH for a target with sliding windows; leave it out.")
+    if len(drafter.layers) > target.num_layers:
+        raise ConfigError(
+            f"{flag}: drafter {drafter.path} has num_hidden_layers={len(drafter.layers)}, and the target only "
+            f"{target.num_layers}: SGLang loads a layer of the drafter with each layer of the target; leave it out."
         )
 
 

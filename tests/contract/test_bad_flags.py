@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.engine import simulate
 from sglang_dflash.errors import ConfigError
+from sglang_dflash.server_args import pair
 from sglang_dflash.server_args.arguments import is_dflash
 from sglang_dflash.server_args.backends import DRAFT_BACKENDS, draft_attention_backend
 from sglang_dflash.server_args.refusals import (
@@ -30,6 +32,7 @@ from sglang_dflash.server_args.refusals import (
     UNSUPPORTED,
     check_adaptive,
     check_deterministic,
+    check_host_cache,
 )
 
 
@@ -140,6 +143,7 @@ UNSUPPORTED_VALUES = {
     "weight_cache_mode": "client",
     "dllm_algorithm": "LowConfidence",
     "speculative_adaptive_config": "adaptive.json",
+    "hicache_host_memory_mode": "buffer_only",
     "speculative_token_map": "map.pt",
     "speculative_accept_threshold_single": 0.0,
     "speculative_accept_threshold_acc": 0.5,
@@ -437,6 +441,19 @@ def test_adapters(flag):
     assert message.startswith(f"{flag} with --lora-backend triton_v2 is not supported")
     # Paths that are ignored.
     assert not resolve(**asks | {"enable_lora": False}, speculative_adaptive=True).enable_lora
+
+
+def test_hierarchical_cache():
+    args = asked(enable_hierarchical_cache=True, hicache_io_backend="direct", hicache_mem_layout="layer_first")
+    drafter, facts = pair.load_drafter_config(args), pair.target_facts(args)
+    for target, named in (
+        (replace(facts, is_recurrent=True), "recurrent layers"),
+        (replace(facts, num_layers=2), "num_hidden_layers=3, and the target only 2"),
+    ):
+        with pytest.raises(ConfigError, match=named) as caught:
+            check_host_cache(args, drafter, target)
+        assert str(caught.value).startswith("--enable-hierarchical-cache")
+        check_host_cache(asked(), drafter, target)
 
 
 def test_adaptive_is_kept():
