@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sglang_dflash.hooks import Hook
-from sglang_dflash_cpu import host_pool
+from sglang_dflash_cpu import fp8_linear, host_pool
 from sglang_dflash_cpu.pinned_memory import without_pinning
 
 
@@ -191,12 +191,19 @@ CPU_HOOKS: list[Hook] = [
             target=target,
             kind=HookType.AROUND,
             function=without_pinning,
-            why="LoRA's tables on the host are in pinned memory",
+            why=f"{what} are in pinned memory",
             until="SGLang pins memory only where there is a GPU",
         )
-        for target in (
-            "sglang.srt.lora.lora_manager.LoRAManager.__init__",
-            "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        for target, what in (
+            ("sglang.srt.lora.lora_manager.LoRAManager.__init__", "LoRA's tables on the host"),
+            (
+                "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+                "LoRA's tables on the host",
+            ),
+            (
+                "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.get_dummy_flat_data_page",
+                "pages that a storage backend fills",
+            ),
         )
     ),
     *(
@@ -211,6 +218,30 @@ CPU_HOOKS: list[Hook] = [
             ("common._cuda_host_register", host_pool.register_nothing, "it locks pages of host memory for CUDA"),
             ("mha.MHATokenToKVPoolHost.load_to_device_per_layer", host_pool.load_layer, "it calls CUDA kernels"),
             ("mha.MHATokenToKVPoolHost.backup_from_device_all_layer", host_pool.save_layers, "it calls CUDA kernels"),
+        )
+    ),
+    *(
+        Hook(
+            target=f"sglang.srt.layers.quantization.fp8.{target}",
+            kind=kind,
+            function=function,
+            why=why,
+            until="SGLang has float8 weights on a CPU without AMX",
+        )
+        for target, kind, function, why in (
+            (
+                "Fp8LinearMethod.process_weights_after_loading",
+                HookType.REPLACE,
+                fp8_linear.quantize,
+                "its layout is that of AMX",
+            ),
+            ("Fp8LinearMethod.apply", HookType.REPLACE, fp8_linear.apply, "its products need AMX"),
+            (
+                "Fp8Config.get_supported_act_dtypes",
+                HookType.AROUND,
+                fp8_linear.supported_dtypes,
+                "it refuses float32, the dtype of tests",
+            ),
         )
     ),
 ]

@@ -6,17 +6,19 @@ Shapes: T tokens, F captured target layers, H hidden size, L drafter layers.
 from __future__ import annotations
 
 import torch
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch.nn import functional
 
 from sglang_dflash import ops
 from sglang_dflash.draft.model import DFlashDraftModel
-from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import KVBuffers
 
 # Prompt tokens that are appended to the drafter's context at a time, which bounds the memory for a long prompt.
 CONTEXT_TOKENS = 4096
+# Rows of the identity in one product.
+_IDENTITY_ROWS = 1024
 
 
 class ContextWriter:
@@ -28,12 +30,6 @@ class ContextWriter:
 
     def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
         attentions = [layer.self_attn for layer in model.layers]
-        for attention in attentions:
-            if not isinstance(attention.qkv_proj.quant_method, UnquantizedLinearMethod):
-                raise ConfigError(
-                    "the drafter's projections are quantised "
-                    f"({type(attention.qkv_proj.quant_method).__name__}): DFLASH needs an unquantised drafter."
-                )
         first = attentions[0]
         self._model = model
         self._attentions = attentions
@@ -42,18 +38,21 @@ class ContextWriter:
         self._kv_shape = (len(attentions), 2, first.num_kv_heads, first.head_dim)
         self._buffers = KVBuffers(pool.k_buffer, pool.v_buffer, pool.k_data_ptrs, pool.v_data_ptrs, pool.dtype)
         # One GEMM for all layers. CUDA graphs hold the address of these weights.
-        self._weight = torch.cat(self._kv_parts("weight"))
-        self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_parts("bias"))
+        self._weight = torch.cat(self._kv_weights())
+        self._bias = None if first.qkv_proj.bias is None else torch.cat(self._kv_biases())
         self._k_norm_weight = torch.stack([attention.k_norm.weight.data for attention in attentions])
 
-    def _kv_parts(self, name: str) -> list[torch.Tensor]:
-        return [getattr(attention.qkv_proj, name).data[attention.q_size :] for attention in self._attentions]
+    def _kv_weights(self) -> list[torch.Tensor]:
+        return [dense_weight(attention.qkv_proj)[attention.q_size :] for attention in self._attentions]
+
+    def _kv_biases(self) -> list[torch.Tensor]:
+        return [attention.qkv_proj.bias.data[attention.q_size :] for attention in self._attentions]
 
     def fuse_weights(self) -> None:
         """Copy the layers' k and v weights again, after they have changed."""
-        torch.cat(self._kv_parts("weight"), out=self._weight)
+        torch.cat(self._kv_weights(), out=self._weight)
         if self._bias is not None:
-            torch.cat(self._kv_parts("bias"), out=self._bias)
+            torch.cat(self._kv_biases(), out=self._bias)
         torch.stack([attention.k_norm.weight.data for attention in self._attentions], out=self._k_norm_weight)
 
     @torch.no_grad()
@@ -89,3 +88,15 @@ class ContextWriter:
                 accept_lens,
                 self._buffers,
             )
+
+
+def dense_weight(layer: LinearBase) -> torch.Tensor:
+    """Return the weight of a linear layer, [N, K]. That of a quantised layer is what the layer multiplies with.
+
+    Layouts of quantised weights differ by method and GPU. The product with the identity does not.
+    """
+    if isinstance(layer.quant_method, UnquantizedLinearMethod):
+        return layer.weight.data
+    identity = torch.eye(layer.input_size, dtype=layer.params_dtype, device=layer.weight.device)
+    parts = [layer.quant_method.apply(layer, rows, None) for rows in identity.split(_IDENTITY_ROWS)]
+    return torch.cat(parts).t()

@@ -26,7 +26,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_memory, get_model, get_parallel
+from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_spec
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import PretrainedConfig
 
@@ -72,6 +72,12 @@ def update_weights_from_disk(
     if not any(_of_all_ranks(formats.is_dflash(raw))):
         _check_target(path, raw.get("architectures"), manager.tp_worker.model_runner.model_config)
         return original(_without_drafter(manager), recv_req)
+    quantization = get_spec().speculative_draft_model_quantization
+    if quantization is not None:
+        raise AdminError(
+            f"model_path={path} cannot replace the drafter that is served: its weights were quantised when they were "
+            f"loaded (--speculative-draft-model-quantization {quantization})."
+        )
     if manager.scheduler.enable_hicache_storage:
         raise AdminError(
             f"model_path={path} cannot replace the drafter that is served: the KV in --hicache-storage-backend "

@@ -109,7 +109,8 @@ def handle_dflash(server_args: ServerArgs) -> None:
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_draft_attention_backend=backend,
-        speculative_draft_model_quantization=None,
+        # SGLang takes the target's by default.
+        speculative_draft_model_quantization=refusals.draft_quantization(server_args),
     )
     reason = trees.reason_for_chains(server_args)
     if reason is not None:

@@ -18,6 +18,8 @@ from sglang_dflash.server_args.trees import asks_for_trees
 
 logger = logging.getLogger(__name__)
 
+# What SGLang makes of a drafter's 16-bit weights.
+DRAFT_QUANTIZATION = "fp8"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 # `ServerArgs` fields of features that DFLASH does not support. They must keep their defaults, whether the user or
@@ -228,15 +230,27 @@ def check_deterministic(server_args: ServerArgs) -> None:
         )
 
 
+def draft_quantization(server_args: ServerArgs) -> str | None:
+    """Return the format that the user asked for the drafter's weights; None: that of the checkpoint."""
+    asked = server_args.speculative_draft_model_quantization
+    return asked if asked == DRAFT_QUANTIZATION else None
+
+
 def check_dtypes(server_args: ServerArgs) -> None:
-    """Check that the drafter is unquantised, and that the KV is in a dtype that DFLASH stores."""
+    """Check the formats of the drafter's weights, and of the KV of target and drafter."""
     cfg = resolving_view(server_args)
     asked = server_args.speculative_draft_model_quantization
-    if asked not in (None, "unquant"):
+    if asked not in (None, "unquant", DRAFT_QUANTIZATION):
         raise ConfigError(
-            f"--speculative-draft-model-quantization {asked}: DFLASH needs an unquantised drafter; leave it out."
+            f"--speculative-draft-model-quantization {asked}: DFLASH quantises a drafter's weights to "
+            f"{DRAFT_QUANTIZATION}; give that, or leave the flag out."
         )
-    if cfg.quantization is not None:
+    if asked == DRAFT_QUANTIZATION and cfg.dtype == "float32" and device_type(server_args) != "cpu":
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {asked} with --dtype float32: SGLang has products of float8 "
+            "weights in bfloat16 and float16; leave one of them out."
+        )
+    if cfg.quantization is not None and asked != DRAFT_QUANTIZATION:
         logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", cfg.quantization)
     for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
         dtype = getattr(cfg, name)

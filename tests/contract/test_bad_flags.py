@@ -349,7 +349,7 @@ def test_flag_that_is_off_is_accepted(field):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"speculative_draft_model_quantization": "fp8"}, "--speculative-draft-model-quantization fp8"),
+        ({"speculative_draft_model_quantization": "awq"}, "--speculative-draft-model-quantization awq"),
         (
             {"quantization": "fp8", "speculative_draft_model_quantization": "w8a8_int8"},
             "--speculative-draft-model-quantization w8a8_int8",
@@ -375,6 +375,13 @@ def test_unquantised_drafter_of_a_quantised_target(flags):
 
     assert ModelConfig.from_server_args(server_args).quantization == "fp8"
     assert ModelConfig.from_server_args(server_args, str(DRAFTER_DIR), is_draft_model=True).quantization is None
+
+
+def test_quantised_drafter():
+    server_args = asked(speculative_draft_model_quantization="fp8")
+
+    assert ModelConfig.from_server_args(server_args).quantization is None
+    assert ModelConfig.from_server_args(server_args, str(DRAFTER_DIR), is_draft_model=True).quantization == "fp8"
 
 
 KV_DTYPE_FLAGS = ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"]

@@ -46,6 +46,3 @@ def test_text(backend, shape, engines, prompts):
     print(f"\n{config}: {compared}, {tokens_per_cycle(base):.2f} tokens per cycle without adapters")
     compared.assert_ties(TIE)
     assert tokens_per_cycle(base) > 3
-    # Only the first prompt's KV is of the same adapter as before, none.
-    cached = [answer["meta_info"]["cached_tokens"] for answer in answers[2]]
-    assert cached[1:] == [0] * 4

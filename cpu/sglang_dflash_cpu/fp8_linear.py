@@ -1,0 +1,32 @@
+"""Linear layers with float8 weights: one scale per output column, and products in the dtype of the input.
+
+A GPU quantises the inputs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from torch import Tensor, nn
+
+
+def quantize(method: Fp8LinearMethod, layer: nn.Module) -> None:
+    """Quantise a loaded layer's weight, [N, K], to float8, [K, N], with scales [1, N]."""
+    weight = layer.weight.data.float()
+    scales = weight.abs().amax(1).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    layer.weight = nn.Parameter((weight / scales[:, None]).to(torch.float8_e4m3fn).t(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(scales[None], requires_grad=False)
+    layer.input_scale = None
+
+
+def apply(method: Fp8LinearMethod, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x, [M, K], times the weight, plus bias, [N]: [M, N]."""
+    result = x @ (layer.weight.float() * layer.weight_scale).to(x.dtype)
+    return result if bias is None else result + bias
+
+
+def supported_dtypes(original: Callable, config_type: type[Fp8Config]) -> list[torch.dtype]:
+    """Return the dtypes of inputs, float32 among them."""
+    return [*original(config_type), torch.float32]
