@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from torch import Tensor
+
+
+def reserve_less() -> None:
+    """Leave 1 GiB of host memory to other programs, where SGLang leaves 10."""
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
 
 def register_nothing(buffer: Tensor, registration_granularity_bytes: int | None = None) -> None:

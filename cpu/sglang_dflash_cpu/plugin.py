@@ -14,11 +14,12 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     from sglang_dflash import cpu_support, hooks
-    from sglang_dflash_cpu import packed_linear
+    from sglang_dflash_cpu import host_pool, packed_linear
     from sglang_dflash_cpu.hooks import CPU_HOOKS
     from sglang_dflash_cpu.torch_native import VerifyTorchNativeAttnBackend
 
     hooks.register(CPU_HOOKS)
+    host_pool.reserve_less()
     cpu_support.provide(packed_linear)
     register_attention_backend("torch_native")(VerifyTorchNativeAttnBackend)
     # It computes one request at a time, so its result does not depend on the batch.
