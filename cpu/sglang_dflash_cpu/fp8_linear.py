@@ -6,9 +6,10 @@ A GPU quantises the inputs too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from torch import Tensor, nn
 
 
@@ -27,6 +28,6 @@ def apply(method: Fp8LinearMethod, layer: nn.Module, x: Tensor, bias: Tensor | N
     return result if bias is None else result + bias
 
 
-def supported_dtypes(original: Callable, config_type: type[Fp8Config]) -> list[torch.dtype]:
+def supported_dtypes(original: Callable, *args: Any, **kwargs: Any) -> list[torch.dtype]:
     """Return the dtypes of inputs, float32 among them."""
-    return [*original(config_type), torch.float32]
+    return [*original(*args, **kwargs), torch.float32]
