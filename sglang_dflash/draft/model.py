@@ -77,7 +77,8 @@ class ConvolvedDecoderLayer(DFlashDecoderLayer):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        rows = hidden_states.shape[0] // forward_batch.batch_size
+        # With tensor parallelism `hidden_states` may be a sum that the boundary has yet to complete.
+        rows = positions.shape[0] // forward_batch.batch_size
         hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
         # Both sides take their weights from the normed rows, before any convolution.
         weights = self.attention_conv.row_weights(hidden_states)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from models.hybrid import DRAFTER_DIR as HYBRID_DRAFTER_DIR
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 
 CONFIG = json.loads((DRAFTER_DIR / "config.json").read_text())
@@ -190,28 +191,29 @@ def zlab_mask_embedding(path: Path) -> Path:
 
 
 # Of convolutions and a selector; every field differs from the library's default.
-PARTS = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 7, "selector_top_k": 5}
+PARTS = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 
 
-def tensors_of_parts(codebook_suffix: str = "") -> dict[str, torch.Tensor]:
+def tensors_of_parts(codebook_suffix: str = "", config: dict = CONFIG) -> dict[str, torch.Tensor]:
     """Return convolutions near the identity, which keep the trained layers useful, and scores that change drafts."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int, std: float) -> torch.Tensor:
         return std * torch.randn(shape, generator=generator)
 
-    taps, groups, rank = 3, HIDDEN_SIZE // 4, 7
+    taps, rank, hidden_size, vocab_size = 3, 6, config["hidden_size"], config["vocab_size"]
+    groups = hidden_size // 4
     weights = {}
-    for i in range(NUM_LAYERS):
+    for i in range(config["num_hidden_layers"]):
         for conv in ("attention_conv", "mlp_conv"):
-            base = noise(2, taps, HIDDEN_SIZE, std=0.1)
+            base = noise(2, taps, hidden_size, std=0.1)
             base[:, 0] += 1
             weights[f"layers.{i}.{conv}.base_kernel"] = base
-            weights[f"layers.{i}.{conv}.kernel_projection.weight"] = noise(2 * taps * groups, HIDDEN_SIZE, std=0.01)
+            weights[f"layers.{i}.{conv}.kernel_projection.weight"] = noise(2 * taps * groups, hidden_size, std=0.01)
     selector = "candidate_selector."
-    weights[f"{selector}predecessor_codebook{codebook_suffix}"] = noise(VOCAB_SIZE, rank, std=1.0)
-    weights[f"{selector}successor_codebook{codebook_suffix}"] = noise(VOCAB_SIZE, rank, std=1.0)
-    weights[f"{selector}hidden_projection.weight"] = noise(rank, HIDDEN_SIZE, std=0.02)
+    weights[f"{selector}predecessor_codebook{codebook_suffix}"] = noise(vocab_size, rank, std=1.0)
+    weights[f"{selector}successor_codebook{codebook_suffix}"] = noise(vocab_size, rank, std=1.0)
+    weights[f"{selector}hidden_projection.weight"] = noise(rank, hidden_size, std=0.02)
     return weights
 
 
@@ -226,6 +228,13 @@ def speculators_dflash2(path: Path) -> Path:
     """Write the same parts in the other format, whose codebooks have another name, with 7 drafts."""
     config = speculators_config(speculators_model_type="dflash2", sliding_window_non_causal=True, block_size=8, **PARTS)
     return write(path, config, tensors() | tensors_of_parts(codebook_suffix=".weight"))
+
+
+def hybrid_dflash2(path: Path) -> Path:
+    """Write the same parts for the hybrid pair's target."""
+    config = json.loads((HYBRID_DRAFTER_DIR / "config.json").read_text())
+    weights = load_file(HYBRID_DRAFTER_DIR / "model.safetensors") | tensors_of_parts(config=config)
+    return write(path, config | {"dflash_config": config["dflash_config"] | PARTS}, weights)
 
 
 # In groups of two, so that two servers can start together.

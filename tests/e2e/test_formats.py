@@ -1,20 +1,38 @@
 """A drafter drafts the same in every format: the text is the target's, and every cycle is the oracle's."""
 
+from dataclasses import replace
+
 import pytest
-from checkpoints import CONFIG, FORMATS, speculators_anchor, speculators_dflash2, speculators_gated, zlab_dflash2
+from checkpoints import (
+    CONFIG,
+    FORMATS,
+    hybrid_dflash2,
+    speculators_anchor,
+    speculators_dflash2,
+    speculators_gated,
+    zlab_dflash2,
+)
 from oracle import Oracle, assert_same_cycles
-from serving import Settings, trees
+from serving import TREES_ON_A_GPU, TWO_CORES, Settings, trees
+from transformers import AutoTokenizer
+
+from models.hybrid import TARGET_DIR as HYBRID_TARGET_DIR
+from models.tiny import load_prompts
 
 MAX_NEW_TOKENS = 64
 
 
-def assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, *flags):
-    """Check that servers with these drafters, and flags, accept in every cycle what the oracle accepts."""
+def assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, *flags, env=()):
+    """Check that servers with these drafters, and flags, accept in every cycle what the oracle accepts.
+
+    Sampled answers of a seed are the same with every drafter.
+    """
     oracles = [Oracle(path) for path in paths]
     settings = [
         Settings(
             "-".join((path.name, *(str(value) for _, value in flags))),
             dflash_flags=(("speculative-draft-model-path", str(path)), *flags),
+            env=env,
             trained=oracle.block_size,
         )
         for path, oracle in zip(paths, oracles)
@@ -32,6 +50,9 @@ def assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, *flags):
         for answer, output in zip(answers, expected):
             assert_same_cycles(answer, output)
         assert any(length > 1 for output in expected for length in output.accept_lengths), f"{path.name} never helped"
+    options = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": 3, "ignore_eos": True}
+    first, second = ([answer["output_ids"] for answer in server.generate(some, **options)] for server in servers)
+    assert first == second
 
 
 @pytest.mark.parametrize("writers", FORMATS, ids=lambda writers: "-".join(write.__name__ for write in writers))
@@ -40,17 +61,51 @@ def test_formats(writers, keeper, prompts, mixed_prompts, tmp_path):
     assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths)
 
 
+ON_A_CPU = pytest.mark.cpu(reason=TREES_ON_A_GPU)
+
+
 @pytest.mark.parametrize(
     ("writers", "flags"),
     [
         # All candidates of the selector, and three of them.
-        ((zlab_dflash2, speculators_gated), trees(16, 16)),
-        ((speculators_anchor, speculators_dflash2), trees(3, 20)),
+        pytest.param((zlab_dflash2, speculators_gated), trees(16, 16), marks=ON_A_CPU, id="trees"),
+        pytest.param((speculators_anchor, speculators_dflash2), trees(3, 20), marks=ON_A_CPU, id="narrow trees"),
         # Fewer rows than the drafter was trained with.
-        ((speculators_anchor, speculators_dflash2), (("speculative-dflash-block-size", 5),)),
+        pytest.param(
+            (speculators_anchor, speculators_dflash2), (("speculative-dflash-block-size", 5),), id="short blocks"
+        ),
     ],
-    ids=["trees", "narrow trees", "short blocks"],
 )
 def test_parts(writers, flags, keeper, prompts, mixed_prompts, tmp_path):
     paths = [write(tmp_path / write.__name__) for write in writers]
     assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, *flags)
+
+
+@pytest.mark.cpu(reason="two ranks need two GPUs; see tests/gpu")
+def test_parts_on_two_ranks(keeper, prompts, mixed_prompts, tmp_path):
+    """What depends on hidden states is computed in parts, and convolutions act on parts of sums."""
+    paths = [write(tmp_path / write.__name__) for write in (speculators_gated, speculators_dflash2)]
+    assert_drafts_as_oracle(keeper, prompts, mixed_prompts, paths, ("tp-size", 2), env=TWO_CORES)
+
+
+@pytest.mark.cpu(reason="SGLang's kernels for prompts of recurrent layers take no float32; see tests/gpu")
+def test_parts_with_a_recurrent_target(keeper, tmp_path):
+    """Chains and trees, whose rejected drafts the states never see."""
+    path = hybrid_dflash2(tmp_path / "hybrid")
+    oracle = Oracle(path, HYBRID_TARGET_DIR)
+    chains = Settings(
+        "hybrid-parts",
+        flags=(("model-path", str(HYBRID_TARGET_DIR)), ("max-mamba-cache-size", 100)),
+        dflash_flags=(("speculative-draft-model-path", str(path)),),
+        env=(("SGLANG_MAMBA_CONV_DTYPE", "float32"),),
+        trained=oracle.block_size,
+    )
+    settings = (chains, replace(chains, name="hybrid-parts-trees", dflash_flags=(*chains.dflash_flags, *trees(16, 16))))
+    some = AutoTokenizer.from_pretrained(HYBRID_TARGET_DIR)(load_prompts()[:4]).input_ids
+    for server in keeper.two(*settings):
+        answers = server.generate(some, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
+
+        expected = [oracle.generate(ids, MAX_NEW_TOKENS, ignore_eos=True, **server.settings.cycles) for ids in some]
+        for answer, output in zip(answers, expected):
+            assert_same_cycles(answer, output)
+        assert any(length > 2 for output in expected for length in output.accept_lengths)
