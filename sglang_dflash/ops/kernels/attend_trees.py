@@ -74,10 +74,12 @@ class Tile:
 # large enough. Tuned for the registers and the shared memory of a Hopper GPU; see `_Layout.fitting_tile` for others.
 _TILES = {
     256: Tile(rows=128, keys=32, warps=8, stages=5),
-    512: Tile(rows=64, keys=32, warps=8),
+    512: Tile(rows=64, keys=32, warps=8, stages=5),
     1280: Tile(rows=64, keys=32, warps=8),
     math.inf: Tile(rows=16, keys=16, warps=8),
 }
+# Stages of a tile where shared memory is short.
+_MIN_STAGES = 3
 # Rows of float32: products take no tensor cores, and many registers.
 _FLOAT32_ROWS = 16
 # Most logits of a step and numbers of the output, together, for which four warps have registers.
@@ -506,11 +508,13 @@ class _Layout:
         return cls(main, rest, columns, tile, triton.cdiv(num_rows, tile.rows))
 
     def fitting_tile(self, is_v_in_k: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tile, int]:
-        """Return the tuned tile, or one of fewer keys where shared memory is short, and the bytes that it needs.
+        """Return the tuned tile, or a smaller one where shared memory is short, and the bytes that it needs.
 
-        The keys of the smaller tile divide those of the tuned one, which `split_trees` cuts chunks by.
+        A smaller tile has fewer steps in flight, or also fewer keys. Its keys divide those of the tuned one, which
+        `split_trees` cuts chunks by.
         """
-        for tile in (self.tile, replace(self.tile, keys=_MIN_COLUMNS)):
+        fewer_stages = replace(self.tile, stages=min(self.tile.stages, _MIN_STAGES))
+        for tile in (self.tile, fewer_stages, replace(fewer_stages, keys=_MIN_COLUMNS)):
             needed = _needed(tile, self.main + self.rest, self.columns, is_v_in_k, dtype)
             if needed <= _shared_memory(device):
                 break
