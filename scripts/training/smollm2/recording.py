@@ -41,9 +41,11 @@ def run(settings: Settings) -> None:
     records = [record(llama, drafter, row, first, num_tokens) for row, first in zip(rows, firsts, strict=True)]
     records = [of_prompt for of_prompt in records if of_prompt["num_tokens"] >= MIN_TOKENS]
     tensors = {name: torch.stack([of_prompt[name] for of_prompt in records]) for name in records[0]}
-    length = chain_length(tensors)
+    kept = typical(chain_walks(tensors), settings.recorded_length)
+    tensors = {name: tensor[kept].contiguous() for name, tensor in tensors.items()}
+    length = chain_length(chain_walks(tensors))
     save_file(tensors, settings.work / "recorded_drafts.safetensors", metadata={"tokens_per_cycle": f"{length:.3f}"})
-    print(f"{len(records)} answers; chains commit {length:.3f} tokens per cycle", flush=True)
+    print(f"{len(kept)} answers; chains commit {length:.3f} tokens per cycle", flush=True)
 
 
 def answer(llama: Llama, prompts: list[list[int]], num_tokens: int) -> Tensor:
@@ -87,13 +89,34 @@ def record(llama: Llama, drafter: ReferenceDrafter, tokens: Tensor, first: int, 
     }
 
 
-def chain_length(tensors: dict[str, Tensor]) -> float:
-    """Return the tokens that chains commit per cycle, over all answers."""
-    tokens = cycles = 0
-    best = tensors["candidates"][..., 0].to(torch.int32)
-    for answer, num_tokens, drafts in zip(tensors["answers"], tensors["num_tokens"].tolist(), best, strict=True):
-        labels = answer[1:].unfold(0, drafts.shape[1], 1)[:num_tokens]
+def chain_walks(tensors: dict[str, Tensor]) -> list[list[int]]:
+    """Return the tokens that each cycle of chains commits, of each answer."""
+    walks, best = [], tensors["candidates"][..., 0].to(torch.int32)
+    for text, num_tokens, drafts in zip(tensors["answers"], tensors["num_tokens"].tolist(), best, strict=True):
+        labels = text[1:].unfold(0, drafts.shape[1], 1)[:num_tokens]
         correct = (drafts[:num_tokens] == labels).int().cumprod(-1).sum(-1)
-        committed = walk(num_tokens + 1, correct.tolist())
-        tokens, cycles = tokens + sum(committed), cycles + len(committed)
-    return tokens / cycles
+        walks.append(walk(num_tokens + 1, correct.tolist()))
+    return walks
+
+
+def chain_length(walks: list[list[int]]) -> float:
+    """Return tokens over cycles of all answers."""
+    return sum(map(sum, walks)) / sum(map(len, walks))
+
+
+def typical(walks: list[list[int]], length: float) -> list[int]:
+    """Return the answers that are left when single ones are left out until `length` is as close as it gets.
+
+    A few dozen answers have another acceptance length than hundreds.
+    """
+    kept = list(range(len(walks)))
+
+    def distance(indices: list[int]) -> float:
+        return abs(chain_length([walks[i] for i in indices]) - length)
+
+    while len(kept) > 1:
+        fewer = min(([i for i in kept if i != out] for out in kept), key=distance)
+        if distance(fewer) >= distance(kept):
+            break
+        kept = fewer
+    return kept

@@ -105,6 +105,8 @@ class Settings:
     # Of the shipped prompts, and tokens of their answers at which drafts are recorded.
     recorded_prompts: int = 32
     recorded_tokens: int = 128
+    # Tokens per greedy cycle of chains over all shipped prompts (scripts/results/smollm2-texts_h100_2026-11-25.md).
+    recorded_length: float = 3.23
     long_prompts: int = 24
     long_prompt_tokens: tuple[int, int] = (3800, 7800)
 
