@@ -13,7 +13,7 @@ from sglang_dflash.attention.fa3 import FA3_HOOKS
 from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ARCHITECTURE
-from sglang_dflash.engine import hidden_states
+from sglang_dflash.engine import hidden_states, transfer
 from sglang_dflash.hooks import CREATE_WORKER, Hook
 from sglang_dflash.memory import limits, pool_sizing, stored_kv
 from sglang_dflash.recurrent import pool as recurrent_pool
@@ -179,6 +179,44 @@ HOOKS = [
         function=stored_kv.storage_model_name,
         why="KV in storage is named after the target, and another drafter's would be taken for this one's",
         until="names of stored KV have the drafter, too",
+    ),
+    Hook(
+        target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
+        kind=HookType.AROUND,
+        function=transfer.build_draft_input,
+        why="requests that arrive from a prefill server would get the input of SGLang's own worker",
+        until="SGLang asks the worker for it",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_prebuilt_batch",
+        kind=HookType.AFTER,
+        function=transfer.begin_transferred,
+        why="requests that arrive from a prefill server would have the penalties and bigrams of others",
+        until="SGLang tells the worker of requests that it has not prefilled",
+    ),
+    *(
+        Hook(
+            target=f"sglang.srt.disaggregation.{role}.get_pd_kv_layout",
+            kind=HookType.AROUND,
+            function=transfer.describe_drafter,
+            why="prefill and decode server must have the same drafter",
+            until="SGLang compares the drafters of both servers",
+        )
+        for role in ("prefill", "decode")
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager._resolve_rank_mapping",
+        kind=HookType.AROUND,
+        function=transfer.check_prefill_server,
+        why="a prefill server without the drafter is accepted, and its KV is missing",
+        until="SGLang compares the drafters of both servers",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result_disagg_prefill",
+        kind=HookType.BEFORE,
+        function=failing.fail_prefilled,
+        why="a request without a first token to choose must end with an error",
+        until="SGLang ends only the request concerned, with an error",
     ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -244,4 +244,11 @@ CPU_HOOKS: list[Hook] = [
             ),
         )
     ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler._send_kv_chunk",
+        kind=HookType.AROUND,
+        function=host_pool.send_kv_chunk,
+        why="page numbers of KV that travels are read with a CUDA event",
+        until="SGLang waits for them where there is no CUDA",
+    ),
 ]

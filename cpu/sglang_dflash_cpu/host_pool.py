@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -55,6 +60,12 @@ def save_layers(
     for saved, layers in ((host.k_buffer, host.device_k_buffers), (host.v_buffer, host.device_v_buffers)):
         for layer_id, layer in enumerate(layers):
             saved[layer_id][host_indices] = layer[device_indices]
+
+
+def send_kv_chunk(original: Callable, scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+    """AROUND `Scheduler._send_kv_chunk`: send page numbers that are on the host already."""
+    req.disagg_kv_sender.supports_host_tensor_indices = False
+    original(scheduler, req, *args, **kwargs)
 
 
 def _check(host: MHATokenToKVPoolHost, io_backend: str) -> None:

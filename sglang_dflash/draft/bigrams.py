@@ -56,6 +56,14 @@ class Bigrams:
             ones, no_chain = torch.ones_like(before), torch.zeros_like(before)
             ops.add_bigrams(self.tables, rows[num_prefills:], before, written, ones, no_chain)
 
+    def begin_transferred(self, batch: ScheduleBatch) -> None:
+        """Begin tables of requests that another server has prefilled. Their first token is in their output."""
+        texts = torch.from_numpy(_texts(batch.reqs, last_is_apart=True))
+        [texts] = async_h2d_stack([texts], device=self.tables.device)
+        last = [req.output_ids[-1] for req in batch.reqs]
+        last_tokens = async_h2d(last, dtype=torch.int64, device=self.tables.device)
+        ops.begin_bigrams(self.tables, batch.req_pool_indices, texts, last_tokens)
+
     def add(
         self, rows: torch.Tensor, bonus_tokens: torch.Tensor, accepted: Acceptance, is_chain: torch.Tensor | None = None
     ) -> None:
@@ -71,9 +79,17 @@ class Bigrams:
         ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_chain)
 
 
-def _texts(reqs: list[Req]) -> np.ndarray:
-    """Return [bs, 1 + L] int32: the length of each text, and its last tokens that a table has room for."""
-    texts = [(req.origin_input_ids[-TABLE_SIZE:] + req.output_ids[-TABLE_SIZE:])[-TABLE_SIZE:] for req in reqs]
+def _texts(reqs: list[Req], last_is_apart: bool = False) -> np.ndarray:
+    """Return [bs, 1 + L] int32: the length of each text, and its last tokens that a table has room for.
+
+    Args:
+        last_is_apart: the last token of each request is left out.
+    """
+    outputs = [req.output_ids[:-1] if last_is_apart else req.output_ids for req in reqs]
+    texts = [
+        (req.origin_input_ids[-TABLE_SIZE:] + output[-TABLE_SIZE:])[-TABLE_SIZE:]
+        for req, output in zip(reqs, outputs, strict=True)
+    ]
     rows = np.zeros((len(texts), 1 + max(map(len, texts))), dtype=np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[0] = len(text)

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_disagg, get_exec, get_observability, get_parallel, get_schedule, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import log_info_on_rank0
 
@@ -100,8 +100,10 @@ class LoadedModels:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
         k = num_candidates(server_args)
-        # SGLang gives out at most as many request slots as requests may run, and one for padding.
+        # SGLang gives out at most as many request slots as requests may run or arrive, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
+        if get_disagg().disaggregation_mode == "decode":
+            num_slots += get_disagg().disaggregation_decode_extra_slots
         # All tensor-parallel ranks have the same keys.
         keys = RequestKeys(num_slots, device, random.Random(target_worker.random_seed))
         return cls(
@@ -156,6 +158,12 @@ class Pools:
         assert len(target_runner.req_to_token_pool.req_to_token) <= loaded.sampler.num_slots
         check_pool(config, target_runner.page_size)
         check_window_pool(config, target_runner.sliding_window_size, target_runner.page_size)
+        disagg = get_disagg()
+        if disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup != "host_pool":
+            raise ConfigError(
+                "--disaggregation-mode decode is not supported with DFLASH for this target: SGLang keeps KV of "
+                f"retracted requests as {disagg.disaggregation_decode_retraction_backup}, without the drafter's."
+            )
         kv_memory = KVMemory.measure(target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool)
         logger.info("%s", kv_memory)
         cycle_memory = CycleMemory.of(target_runner.kv_cache_configurator)
@@ -265,7 +273,8 @@ class Serving:
         longest = runner if isinstance(runner, CycleGraphRunner) else None
         if longest is None and isinstance(runner, DecodeCudaGraphRunner):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
-        is_adaptive = get_spec().speculative_adaptive
+        # A prefill server runs no cycles.
+        is_adaptive = get_spec().speculative_adaptive and get_disagg().disaggregation_mode != "prefill"
         if is_adaptive and longest is None and target_runner.device != "cpu":
             # Flags have been checked (`refusals.check_adaptive`), but SGLang leaves graphs out for other reasons too.
             raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")

@@ -161,6 +161,12 @@ class DFlashWorker(BaseSpecWorker):
             self._built.bigrams.begin(batch, next_token_ids)
         return failures
 
+    def begin_transferred(self, batch: ScheduleBatch) -> None:
+        """Begin the same state for requests that another server has prefilled, with their first token."""
+        self._loaded.sampler.begin_transferred(batch)
+        if self._built.bigrams is not None:
+            self._built.bigrams.begin_transferred(batch)
+
     def _decode(
         self, batch: ScheduleBatch, on_publish: Callable | None, grammar_barrier: Callable | None
     ) -> GenerationBatchResult:

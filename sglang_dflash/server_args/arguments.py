@@ -93,6 +93,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     pair.check_context_length(server_args, hf_config)
     refusals.check_dtypes(server_args)
     refusals.check_host_cache(server_args, drafter, target)
+    refusals.check_disaggregation(server_args, target)
     refusals.check_eagle_shape(server_args)
     block_size, num_rows = _resolve_sizes(server_args, drafter, target)
     choices = backends.draft_attention_backends(server_args)

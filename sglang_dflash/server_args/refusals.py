@@ -39,8 +39,8 @@ UNSUPPORTED = (
     "enable_pdmux",
     "elastic_ep_backend",
     # KV that moves between servers, or has another layout: the drafter's KV does not follow it.
-    "disaggregation_mode",
     "enable_pd_role_switch",
+    "disaggregation_decode_enable_offload_kvcache",
     "hicache_host_memory_mode",
     "enable_unified_cache_external_linker",
     "enable_lmcache",
@@ -206,6 +206,23 @@ def check_host_cache(server_args: ServerArgs, drafter: DFlashConfig, target: Tar
         raise ConfigError(
             f"{flag}: drafter {drafter.path} has num_hidden_layers={len(drafter.layers)}, and the target only "
             f"{target.num_layers}: SGLang loads a layer of the drafter with each layer of the target; leave it out."
+        )
+
+
+def check_disaggregation(server_args: ServerArgs, target: TargetFacts) -> None:
+    """Refuse what prefill and decode on different servers do not go with."""
+    cfg = resolving_view(server_args)
+    flag = f"--disaggregation-mode {cfg.disaggregation_mode}"
+    if cfg.disaggregation_mode == "null":
+        return
+    if target.is_recurrent:
+        raise ConfigError(f"{flag} is not supported with DFLASH for a target with recurrent layers; leave it out.")
+    if model_config_of(server_args).is_hybrid_swa:
+        raise ConfigError(f"{flag} is not supported with DFLASH for a target with sliding windows; leave it out.")
+    if cfg.disaggregation_decode_retraction_backup == "cpu_tensor":
+        raise ConfigError(
+            f"--disaggregation-decode-retraction-backup cpu_tensor with {flag} is not supported with DFLASH: it keeps "
+            "the target's KV of retracted requests, and not the drafter's; leave it out."
         )
 
 

@@ -78,6 +78,10 @@ class Penalties:
         self._count_outputs(batch)
         self.count(batch.req_pool_indices, next_token_ids)
 
+    def begin_transferred(self, batch: ScheduleBatch) -> None:
+        """Begin the counts of requests that another server has prefilled. Their first token is in their output."""
+        self._count_outputs(batch)
+
     def _count_outputs(self, batch: ScheduleBatch) -> None:
         """Count what requests generated before they were retracted.
 

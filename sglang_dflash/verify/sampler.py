@@ -195,6 +195,14 @@ class FallbackSampler:
             return None
         return self._failures(batch, failed[:, None], {i: (0, error) for i, error in errors.items()}, None)
 
+    def begin_transferred(self, batch: ScheduleBatch) -> None:
+        """Begin the decode state of requests that another server has prefilled."""
+        if self._can_draw(batch.sampling_info):
+            self._keys.begin(batch)
+        # SGLang computes the batch's penalties before its first cycle.
+        if any(is_penalised(req.sampling_params) for req in batch.reqs):
+            self._penalties.begin_transferred(batch)
+
     def needs_fallback(self, batch: ScheduleBatch) -> list[int]:
         """Return the batch indices of the requests that are not on the fast path, ascending."""
         info = batch.sampling_info

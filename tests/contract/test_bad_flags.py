@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
-from sglang_dflash.engine import simulate
+from sglang_dflash.engine import simulate, transfer
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args import pair
 from sglang_dflash.server_args.arguments import is_dflash
@@ -32,6 +33,7 @@ from sglang_dflash.server_args.refusals import (
     UNSUPPORTED,
     check_adaptive,
     check_deterministic,
+    check_disaggregation,
     check_host_cache,
 )
 
@@ -136,7 +138,6 @@ UNSUPPORTED_VALUES = {
     "attn_cp_size": 2,
     "attn_dp_size": 2,
     "elastic_ep_backend": "mooncake",
-    "disaggregation_mode": "decode",
     "startup_weight_load_mode": "overlap",
     "debug_tensor_dump_output_folder": "dumps",
     "debug_cuda_graph": True,
@@ -461,6 +462,28 @@ def test_hierarchical_cache():
             check_host_cache(args, drafter, target)
         assert str(caught.value).startswith("--enable-hierarchical-cache")
         check_host_cache(asked(), drafter, target)
+
+
+def test_disaggregation():
+    for mode in ("prefill", "decode"):
+        assert resolve(disaggregation_mode=mode).disaggregation_mode == mode
+    message = refusal(disaggregation_mode="decode", disaggregation_decode_retraction_backup="cpu_tensor")
+    assert message.startswith("--disaggregation-decode-retraction-backup cpu_tensor with --disaggregation-mode decode")
+    args = asked(disaggregation_mode="decode")
+    facts = pair.target_facts(args)
+    with pytest.raises(ConfigError, match=r"^--disaggregation-mode decode is not supported .* recurrent layers"):
+        check_disaggregation(args, replace(facts, is_recurrent=True))
+    check_disaggregation(asked(), replace(facts, is_recurrent=True))
+
+
+@pytest.mark.parametrize("layout", [None, "another"])
+def test_prefill_server_without_the_drafter(monkeypatch, layout):
+    monkeypatch.setattr(transfer, "serves_dflash", lambda: True)
+    manager, met = SimpleNamespace(kv_layout="mine"), []
+    with pytest.raises(ConfigError, match=f"kv_layout={layout}, and this decode server mine"):
+        transfer.check_prefill_server(lambda *args: met.append(args), manager, SimpleNamespace(kv_layout=layout))
+    transfer.check_prefill_server(lambda *args: met.append(args), manager, SimpleNamespace(kv_layout="mine"))
+    assert len(met) == 1
 
 
 def test_adaptive_is_kept():

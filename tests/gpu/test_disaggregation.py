@@ -1,0 +1,48 @@
+"""Prefill and decode Engines on one GPU, with KV over Mooncake: text up to ties, and acceptance, of one Engine."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from bench.ports import claim_port
+from engines import tiny
+from pairs import TIE, flat, pair_calls, plain_answers
+from support.engine_process import EngineProcess
+from support.ties import compare, tokens_per_cycle
+
+pytest.importorskip("mooncake.engine")
+
+ENV = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
+FLAGS = {"attention_backend": "fa3", "mem_fraction_static": 0.4}
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("shape", ["chains", "trees"])
+def test_text(shape, engines, prompts):
+    calls = pair_calls(prompts)
+    of_plain, _ = plain_answers(engines, "fa3", prompts)
+    config = tiny(f"one-engine-{shape}", shape, attention_backend="fa3")
+    alone = flat(engines.ask(config, calls))
+    engines.stop()
+    port, claim = claim_port()
+    asked = []
+    for i, call in enumerate(calls):
+        size = len(call["input_ids"])
+        rooms = {"bootstrap_host": ["127.0.0.1"] * size, "bootstrap_port": [port] * size}
+        asked.append(call | rooms | {"bootstrap_room": [1000 * i + row + 1 for row in range(size)], "flush": False})
+    arguments = dict(tiny("disaggregated", shape, **FLAGS).arguments) | {"disaggregation_bootstrap_port": port}
+    roles = [EngineProcess(arguments | {"disaggregation_mode": role}, ENV) for role in ("prefill", "decode")]
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            _, (answers, _) = threads.map(lambda role: role.ask(asked), roles)
+    finally:
+        for role in roles:
+            role.stop()
+        claim.close()
+
+    answers = flat(answers)
+    compared = compare(of_plain, answers)
+    rates = tokens_per_cycle(answers), tokens_per_cycle(alone)
+    print(f"\n{shape}: {compared}, {rates[0]:.3f} tokens per cycle, {rates[1]:.3f} on one Engine")
+    compared.assert_ties(TIE)
+    assert rates[0] > 0.97 * rates[1]
