@@ -125,10 +125,13 @@ def train(
 
 
 def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Return optimizers with weight decay for matrices and without it for norm weights."""
+    """Return optimizers with weight decay for matrices, and without it for weights of norms and of convolutions.
+
+    Convolutions have three dimensions. They begin as the identity, which a decay would take away.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    groups = [{"params": vectors, "weight_decay": 0.0}]
+    matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+    groups = [{"params": others, "weight_decay": 0.0}]
     optimizers = []
     if settings.muon:
         optimizers.append(Muon(matrices, settings.peak_lr, settings.weight_decay))
