@@ -17,9 +17,9 @@ def quantize(method: Fp8LinearMethod, layer: nn.Module) -> None:
     """Quantise a loaded layer's weight, [N, K], to float8, [K, N], with scales [1, N]."""
     weight = layer.weight.data.float()
     scales = weight.abs().amax(1).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    layer.weight = nn.Parameter((weight / scales[:, None]).to(torch.float8_e4m3fn).t(), requires_grad=False)
-    layer.weight_scale = nn.Parameter(scales[None], requires_grad=False)
-    layer.input_scale = None
+    rounded = (weight / scales[:, None]).to(torch.float8_e4m3fn)
+    for name, tensor in (("weight", rounded.t()), ("weight_scale", scales[None])):
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def apply(method: Fp8LinearMethod, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -744,6 +744,14 @@ USES = (
         ),
     ),
     Use(
+        "sglang_dflash_cpu/host_pool.py",
+        "changes how much host memory is left, and how page numbers of KV that travels are read",
+        (
+            "sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES",
+            "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices",
+        ),
+    ),
+    Use(
         "sglang_dflash_cpu/plugin.py",
         "replaces SGLang's backend, and adds ours to the deterministic ones",
         (
