@@ -13,6 +13,7 @@ from support import hybrid, targets
 from support.gpus import GPUS
 
 from models.tiny import TARGET_DIR
+from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES
 from sglang_dflash.server_args.backends import draft_attention_backends
 from sglang_dflash.server_args.trees import num_candidates
 
@@ -173,7 +174,7 @@ def chain_lines(caplog, **flags) -> list[str]:
     with GPUS["sm_90"].resolving(), caplog.at_level(logging.INFO, logger="sglang_dflash"):
         args = asked(**on_gpu(**flags))
     lines = [record.getMessage() for record in caplog.records if "in chains, not in trees" in record.getMessage()]
-    assert num_candidates(args) == (1 if lines else args.speculative_eagle_topk or 8)
+    assert num_candidates(args) == (1 if lines else args.speculative_eagle_topk or DEFAULT_CANDIDATES)
     return [line.removeprefix("Drafts are verified in chains, not in trees: ") for line in lines]
 
 
