@@ -217,7 +217,7 @@ def test_a_checkpoint_that_cannot_be_loaded(pair, prompts, tmp_path, kind):
     ("changes", "named"),
     [
         # Another class, whose tensors have the target's names.
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures=['DFlash2DraftModel']"),
+        ({"architectures": ["OtherDraftModel"]}, "architectures=['OtherDraftModel']"),
         ({"architectures": None}, "architectures=None"),
         ({"architectures": 5}, "architectures=None"),
         (None, "architectures=None"),

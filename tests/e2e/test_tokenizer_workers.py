@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -11,6 +12,8 @@ from serving import DEFAULT, Settings, assert_same_answers
 from test_hostile_requests import FLAGS, REFUSED, SERVED, body, message, shown
 
 NUM_CONNECTIONS = 16
+# For the second worker to start.
+START_SECONDS = 120
 WORKERS = Settings(
     "tokenizer-workers",
     flags=(*FLAGS, ("tokenizer-worker-num", 2), ("tokenizer-metrics-allowed-custom-labels", ("team",))),
@@ -50,11 +53,13 @@ class Connection:
 
 @pytest.fixture
 def connections(pair) -> dict[int, Connection]:
-    """Return one connection to each worker."""
-    found = {}
-    for _ in range(NUM_CONNECTIONS):
-        connection = Connection(pair.dflash)
-        found.setdefault(connection.worker, connection)
+    """Return one connection to each worker. A server is ready when the first of them is."""
+    found, deadline = {}, time.monotonic() + START_SECONDS
+    while len(found) < 2 and time.monotonic() < deadline:
+        for _ in range(NUM_CONNECTIONS):
+            connection = Connection(pair.dflash)
+            found.setdefault(connection.worker, connection)
+        time.sleep(0.5)
     assert len(found) == 2
     return found
 
