@@ -8,6 +8,7 @@ import triton.language as tl
 
 from sglang_dflash.ops import bigrams
 from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
+from sglang_dflash.ops.kernels.fill_table import as_number, descending_places
 from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
 from sglang_dflash.types import DrawParameters, PairVectors
 
@@ -17,12 +18,6 @@ _LOWEST = tl.constexpr(float("-inf"))
 _PADDED = 16
 # Numbers of a vector that are multiplied at a time.
 _NUMBERS = 64
-
-
-@triton.jit
-def _number(x):
-    """Return x, and -inf for NaN."""
-    return tl.where(x == x, x, _LOWEST)
 
 
 @triton.jit
@@ -85,7 +80,7 @@ def _fill_pair_table_kernel(
     if (tl.load(top_ks + request) > 1) & is_tree:
         prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
         score += (tl.load(temperatures + request) * gumbel(prefix, token))[None, :]
-    score = tl.where(is_candidate[None, :], _number(score), _LOWEST)
+    score = tl.where(is_candidate[None, :], as_number(score), _LOWEST)
     if HAS_TEXTS:
         slot, tag = locate(before[:, None], token[None, :])
         is_pair = has_before[:, None] & is_candidate[None, :] & is_tree
@@ -94,13 +89,9 @@ def _fill_pair_table_kernel(
         score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
     largest = tl.max(score, axis=1)
     total = tl.sum(tl.exp(score - largest[:, None]), axis=1)
-    score = _number(score - (largest + tl.log(total))[:, None])
+    score = as_number(score - (largest + tl.log(total))[:, None])
 
-    # The place of a candidate is the number of those that come before it. Padding comes last.
-    mine, other = score[:, :, None], score[:, None, :]
-    is_earlier = (column[None, :] < column[:, None])[None, :, :]
-    comes_first = (other > mine) | ((other == mine) & is_earlier)
-    place = tl.sum((comes_first & is_candidate[None, None, :]).to(tl.int32), axis=2)
+    place = descending_places(score, column, is_candidate)
     out = (row * K + column[:, None]) * K + place
     mask = is_candidate[:, None] & is_candidate[None, :]
     tl.store(log_probs + out, tl.where(place < num_children, score, _LOWEST), mask=mask)

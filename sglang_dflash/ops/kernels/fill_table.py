@@ -21,9 +21,21 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _number(x):
+def as_number(x):
     """Return x, and -inf for NaN."""
     return tl.where(x == x, x, _LOWEST)
+
+
+@triton.jit
+def descending_places(score, column, is_candidate):
+    """Return the place of each score in its row, descending: the number of those that come before it.
+
+    Of equal scores the earlier column comes first. Padding comes last.
+    """
+    mine, other = score[:, :, None], score[:, None, :]
+    is_earlier = (column[None, :] < column[:, None])[None, :, :]
+    comes_first = (other > mine) | ((other == mine) & is_earlier)
+    return tl.sum((comes_first & is_candidate[None, None, :]).to(tl.int32), axis=2)
 
 
 @triton.jit
@@ -56,10 +68,10 @@ def _fill_table_kernel(
     is_sampled = (tl.load(top_ks + request) > 1) & is_tree
     temperature = tl.load(temperatures + request)
     prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
-    score = _number(tl.where(is_sampled, plain + temperature * gumbel(prefix, token), plain))
+    score = as_number(tl.where(is_sampled, plain + temperature * gumbel(prefix, token), plain))
     score = tl.where(is_candidate, score, _LOWEST)
     mass = tl.where(is_candidate, tl.exp(plain), 0.0)
-    rest = _number(tl.log(tl.maximum(1.0 - tl.sum(mass), 0.0)) + temperature * _EULER)
+    rest = as_number(tl.log(tl.maximum(1.0 - tl.sum(mass), 0.0)) + temperature * _EULER)
 
     # Rows are candidates of the position before.
     has_before = is_candidate & (depth > 0)
@@ -72,13 +84,9 @@ def _fill_table_kernel(
     greedy_sum = tl.log(tl.sum(tl.where(is_seen, mass[None, :], 0.0), axis=1) * _MORE_WEIGHT + 1.0)
     largest = tl.maximum(tl.max(after, axis=1), rest)
     total = tl.sum(tl.exp(after - largest[:, None]), axis=1) + tl.exp(rest - largest)
-    after = _number(after - tl.where(is_sampled, largest + tl.log(total), greedy_sum)[:, None])
+    after = as_number(after - tl.where(is_sampled, largest + tl.log(total), greedy_sum)[:, None])
 
-    # The place of a candidate is the number of those that come before it. Padding comes last.
-    mine, other = after[:, :, None], after[:, None, :]
-    is_earlier = (column[None, :] < column[:, None])[None, :, :]
-    comes_first = (other > mine) | ((other == mine) & is_earlier)
-    place = tl.sum((comes_first & is_candidate[None, None, :]).to(tl.int32), axis=2)
+    place = descending_places(after, column, is_candidate)
     out = (row * K + column[:, None]) * K + place
     mask = is_candidate[:, None] & is_candidate[None, :]
     tl.store(log_probs + out, after, mask=mask)
