@@ -17,6 +17,8 @@ from support.ties import TIE, TIE_OF_EXPERTS, compare, first_difference
 INTERVAL = 64
 # Sizes of heads in published models.
 SIZES = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+# Every token takes all experts of a mixture. Rounding would exchange two of about equal score, and change any logit.
+SIZES_OF_EXPERTS = SIZES | {"num_experts_per_tok": hybrid.EXPERTS["num_experts"]}
 ARCHITECTURES = ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
 NEW_TOKENS = 170
 # Tokens of a text after its prompt, from which it is continued.
@@ -51,7 +53,8 @@ class Case:
     def plain(self) -> EngineConfig:
         target = self.folder / self.architecture
         if not target.exists():
-            hybrid.write_target(target, self.architecture, **SIZES)
+            sizes = SIZES if self.architecture == ARCHITECTURES[0] else SIZES_OF_EXPERTS
+            hybrid.write_target(target, self.architecture, **sizes)
         arguments = {"model_path": str(target), "attention_backend": self.backend, "max_mamba_cache_size": 100}
         arguments |= {"skip_tokenizer_init": True, "enable_multimodal": False}
         return EngineConfig(f"{self.name}-plain", COMMON | arguments)

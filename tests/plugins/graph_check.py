@@ -75,6 +75,8 @@ def register():
 
         output = verify(worker, forward_batch, can_run_cuda_graph)
         replay = graphs.output(forward_batch, output, has_grammar=False)
+        replayed_trees = graphs._graphs[graphs.bs, graphs._in_shards].batch.spec_info.trees
+        parents = None if replayed_trees is None else replayed_trees.parents[:bs].clone()
         rows = (forward_batch.input_ids, forward_batch.positions, forward_batch.out_cache_loc)
         tokens, positions, _ = (tensor.clone() for tensor in rows)
         keep_results = saved([*changed, *buffers_of(runner.token_to_kv_pool), *rows])
@@ -95,7 +97,9 @@ def register():
                 for place, node in ((positions, tokens), (forward_batch.positions, forward_batch.input_ids))
             )
             is_same = torch.stack([tokens == forward_batch.input_ids, positions == forward_batch.positions])
-            is_same = is_same.view(2, bs, -1).all(dim=2).all(dim=0)
+            # The same tokens may be below other nodes.
+            is_same = torch.cat([is_same.view(2, bs, -1), (parents == drafts.trees.parents)[None]])
+            is_same = is_same.all(dim=2).all(dim=0)
         record("draft", forward_batch, graphs.bs, nodes, again, None)
 
         if drafts.trees is None:
