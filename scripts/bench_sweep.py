@@ -390,7 +390,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="*",
         type=yes_or_no,
         default=[False],
-        help="serve with --speculative-adaptive; `no yes` measures both",
+        help="adapt the draft length; `no yes` measures both",
     )
     parser.add_argument("--chat-arguments", type=json_object, default={}, help="JSON object for the chat template")
     parser.add_argument(

@@ -67,7 +67,7 @@ class Configuration:
         block_size: None without speculation, or to use the drafter's.
         draft_window: context tokens that the drafter sees; None without speculation, or for all.
         nodes: nodes of a draft tree; None for chains.
-        adaptive: whether the worker gets `--speculative-adaptive`.
+        adaptive: whether the draft length adapts.
     """
 
     mode: str
@@ -257,6 +257,8 @@ def engine_arguments(
         arguments["speculative_draft_model_path"] = paths[configuration.drafter]
         arguments["speculative_adaptive"] = configuration.adaptive
         if configuration.mode == "ours":
+            if not configuration.adaptive:
+                arguments["speculative_adaptive_config"] = "fixed"
             arguments["speculative_eagle_topk"] = 1 if configuration.nodes is None else _CANDIDATES
         if configuration.nodes is not None:
             arguments["speculative_num_draft_tokens"] = configuration.nodes

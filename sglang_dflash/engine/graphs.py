@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +25,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_utils import GrammarTree
-from sglang.srt.utils.common import log_info_on_rank0
+from sglang.srt.utils.common import get_available_gpu_memory, log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import block_plan, bound_index_buffer, parts
 from sglang_dflash.attention.verify_input import DFlashVerifyInput
+from sglang_dflash.engine.adaptive.graph_sizes import graph_sizes
 from sglang_dflash.engine.backends import build_backend
 from sglang_dflash.engine.cycle import CycleInputs, DecodeCycle
 from sglang_dflash.engine.executor import CapturingExecutor
@@ -37,9 +39,6 @@ from sglang_dflash.verify.output import CycleOutput, Verified
 
 logger = logging.getLogger(__name__)
 
-# Graphs of draft lengths between the shortest tree or chain and the longest one are captured for batch sizes at which
-# the longest takes more than this many times as long as the shortest. Elsewhere a GPU waits for weights at any length.
-COMPUTE_BOUND_RATIO = 1.05
 # Replays of each graph at start-up, of which the fastest counts.
 TIMED_REPLAYS = 3
 
@@ -86,7 +85,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         num_tokens: int,
         attn_backend: AttentionBackend | None = None,
         draft_backend: AttentionBackend | None = None,
-        min_bs: int = 1,
+        sizes: Sequence[int] | None = None,
         longest: CycleGraphRunner | None = None,
     ) -> None:
         """
@@ -95,10 +94,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             cycle: what is captured.
             num_tokens: N.
             attn_backend, draft_backend: attention of the target for N tokens and of the drafter for W; None: their own.
-            min_bs: smallest batch that gets a graph.
+            sizes: batch sizes to capture, some of SGLang's and ascending; None: all of them.
             longest: the runner of the largest N; None: this is it.
         """
-        self.num_tokens, self._min_bs = num_tokens, min_bs
+        self.num_tokens, self._sizes = num_tokens, sizes
         # W, and the rows of the drafter's forward.
         self._draft_length = min(num_tokens, cycle.block_size)
         self._draft_rows = cycle.draft_rows(self._draft_length)
@@ -114,6 +113,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             bound_index_buffer(self.draft_backend, longest and longest.draft_backend)
             # A drafter's backends plan on the GPU alone (`backends.DRAFT_BACKENDS`).
             assert not self._draft_plan.needs_host_lens
+        # Smallest batch that has a graph.
+        self._min_bs = 1
         # By batch size P: see `_Graph.drafts`.
         self._drafts: dict[int, torch.Tensor] = {}
         # By batch size, and whether the target's logits stay in their shards.
@@ -144,14 +145,14 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         max_rows = target_runner.max_shared_logits_buffer_rows
         target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // num_tokens
 
-    def shorter(self, num_tokens: int, min_bs: int) -> CycleGraphRunner:
-        """Capture the same cycles with N = `num_tokens`, for batches of `min_bs` requests or more."""
+    def shorter(self, num_tokens: int, sizes: Sequence[int]) -> CycleGraphRunner:
+        """Capture the same cycles with N = `num_tokens`, for some of the batch sizes, ascending."""
         cycle, draft_backend = self._cycle, self.draft_backend
         attn_backend = cycle.verification.graph_backend(num_tokens)
         draft_length = min(num_tokens, cycle.block_size)
         if draft_length > 1:
             draft_backend = build_backend(cycle.draft_runner, cycle.draft_rows(draft_length))
-        return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, min_bs, longest=self)
+        return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, sizes, longest=self)
 
     @contextmanager
     def serving(self, in_shards: bool) -> Iterator[None]:
@@ -184,7 +185,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         if self._draft_plan is not None:
             # SGLang has given its own backend its buffers by now.
             self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_bs * self._draft_rows)
-        self.capture_bs = [bs for bs in self.capture_bs if bs >= self._min_bs]
+        if self._sizes is not None:
+            # Smaller batches would be padded further than those between two sizes.
+            self._min_bs = max((bs for bs in self.capture_bs if bs < self._sizes[0]), default=0) + 1
+            self.capture_bs = list(self._sizes)
         super().capture()
 
     def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
@@ -281,7 +285,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """Return True if there is a graph for a batch size."""
         if self.disable_padding:
             return bs in self.capture_bs
-        return self._min_bs <= bs <= self.max_bs
+        return self._min_bs <= bs <= self.capture_bs[-1]
 
     def padded(self, bs: int) -> int:
         """Return P, the batch size of that graph."""
@@ -348,38 +352,59 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return CycleOutput(batch, target_output, graph.verified.take(bs), grammar_tree, is_replay=True)
 
 
+@dataclass(frozen=True)
+class CaptureCost:
+    """What the graphs of all but the longest draft have taken at start-up.
+
+    Attributes:
+        num_graphs: of all these draft lengths.
+        seconds: to capture them.
+        gib: GPU memory of this rank in GiB.
+    """
+
+    num_graphs: int
+    seconds: float
+    gib: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_graphs} CUDA graphs of shorter drafts were captured in {self.seconds:.1f} s and take "
+            f"{self.gib:.2f} GiB."
+        )
+
+
 class CycleGraphs:
     """Graphs of every draft length N that a server chooses from.
 
     Attributes:
         lengths: these N, ascending.
+        cost_of_shorter: what the graphs of all but the largest N have taken; None: there are none.
     """
 
     def __init__(self, longest: CycleGraphRunner, shorter_lengths: tuple[int, ...]) -> None:
-        """Capture the graphs of shorter drafts, and time all graphs.
+        """Time the graphs, and capture those of shorter drafts that may be faster (:mod:`.adaptive.graph_sizes`).
 
         Args:
             longest: graphs of the largest N.
-            shorter_lengths: other N, ascending. The first one is 1, without drafts. It and the second one are captured
-                for all batch sizes, the others for those at which they may be faster than `longest`.
+            shorter_lengths: other N, ascending.
         """
         self._longest, self._runners = longest, {longest.num_tokens: longest}
         self._seconds: dict[tuple[int, int], float] = {}
+        self.cost_of_shorter: CaptureCost | None = None
         if shorter_lengths:
-            shortest, between = shorter_lengths[:2], shorter_lengths[2:]
-            self._runners |= {length: longest.shorter(length, min_bs=1) for length in shortest}
             self._seconds = self._time()
-            compute_bound = [
-                bs
-                for bs in longest.capture_bs
-                if self._seconds[bs, longest.num_tokens] > COMPUTE_BOUND_RATIO * self._seconds[bs, shortest[-1]]
-            ]
-            if compute_bound and between:
-                # Batches between two sizes are padded to the larger one.
-                min_bs = max((bs for bs in longest.capture_bs if bs < compute_bound[0]), default=0) + 1
-                self._runners |= {length: longest.shorter(length, min_bs) for length in between}
-                self._seconds = self._time()
+            of_longest = {bs: self._seconds[bs, longest.num_tokens] for bs in longest.capture_bs}
+            sizes = {length: graph_sizes(length, longest.num_tokens, of_longest) for length in shorter_lengths}
+            begun, free = time.perf_counter(), _free_gib(longest.model_runner)
+            self._runners |= {length: longest.shorter(length, of) for length, of in sizes.items() if of}
+            self.cost_of_shorter = CaptureCost(
+                num_graphs=sum(map(len, sizes.values())),
+                seconds=time.perf_counter() - begun,
+                gib=free - _free_gib(longest.model_runner),
+            )
+            self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
+            log_info_on_rank0(logger, str(self.cost_of_shorter))
             log_info_on_rank0(logger, f"Milliseconds of a cycle by batch size and verified tokens of a request: {ms}")
         self.lengths = tuple(sorted(self._runners))
 
@@ -387,12 +412,18 @@ class CycleGraphs:
         return self._runners[length]
 
     def padded(self, bs: int) -> int:
-        """Return the batch size P of the graphs for bs requests; bs if there is no graph."""
+        """Return the batch size P of the longest draft's graphs for bs requests; bs if there is no graph."""
         return self._longest.padded(bs) if self._longest.has(bs) else bs
 
-    def cost(self, padded_bs: int, length: int) -> float:
+    def cost(self, bs: int, length: int) -> float:
         """Return the seconds of a cycle without contexts; inf if there is no graph."""
-        return self._seconds.get((padded_bs, length), math.inf)
+        runner = self._runners[length]
+        return self._seconds[runner.padded(bs), length] if runner.has(bs) else math.inf
+
+    @property
+    def sizes(self) -> dict[str, list[int]]:
+        """The batch sizes P of the graphs of each N."""
+        return {str(length): list(self._runners[length].capture_bs) for length in self.lengths}
 
     def _time(self) -> dict[tuple[int, int], float]:
         """Return the seconds of a cycle by batch size and N.
@@ -400,9 +431,14 @@ class CycleGraphs:
         All N of a batch size are timed right after each other, several times. Another process or the GPU's clock may
         slow it down at start-up, and must not make one N look better than another.
         """
-        turns = [(bs, runner) for bs in self._longest.capture_bs for runner in self._runners.values() if runner.has(bs)]
+        runners = self._runners.values()
+        turns = [(bs, runner) for bs in self._longest.capture_bs for runner in runners if bs in runner.capture_bs]
         seconds = dict.fromkeys(((bs, runner.num_tokens) for bs, runner in turns), math.inf)
         for bs, runner in turns * TIMED_REPLAYS:
             seconds[bs, runner.num_tokens] = min(seconds[bs, runner.num_tokens], runner.seconds(bs))
         # All ranks choose by the same times.
         return get_parallel().tp_group.broadcast_object(seconds, src=0)
+
+
+def _free_gib(model_runner: ModelRunner) -> float:
+    return get_available_gpu_memory(model_runner.device, model_runner.gpu_id, empty_cache=False)

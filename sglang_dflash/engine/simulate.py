@@ -6,6 +6,7 @@ recorded, of L tokens at most, with K' candidates for D positions after each tok
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -18,11 +19,14 @@ from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_TOKEN_MODE,
     sample_simulated_acc_len,
 )
+from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash import ops
 from sglang_dflash.draft.head import DraftHead, Table
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import Acceptance, Block
+
+logger = logging.getLogger(__name__)
 
 # The token that stands for every output in the mode "fixed", as in SGLang's other speculative workers.
 _FIXED_TOKEN = 100
@@ -52,6 +56,9 @@ class Simulation:
         Raises:
             ConfigError: it cannot.
         """
+
+    def note_adaptive(self) -> None:
+        """Log how far the simulation stands for a drafter if the draft length adapts."""
 
     def head(self, head: DraftHead) -> DraftHead | RecordedHead:
         """Return a head that drafts in place of the drafter's `head`."""
@@ -113,6 +120,13 @@ class FixedLength(Simulation):
             if value not in known:
                 raise ConfigError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}.")
         return cls(device)
+
+    def note_adaptive(self) -> None:
+        log_info_on_rank0(
+            logger,
+            "SGLANG_SIMULATE_ACC_LEN accepts as many drafts however few are verified, which flatters short drafts; "
+            "--speculative-adaptive-config fixed always verifies the longest.",
+        )
 
     def begin_cycle(self, block_size: int) -> None:
         self._length.fill_(sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, block_size))

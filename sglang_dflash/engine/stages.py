@@ -47,6 +47,7 @@ from sglang_dflash.memory.limits import check_pool, check_window_pool
 from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.state import RecurrentState
+from sglang_dflash.server_args.adaptive import asks_for_adaptive, log_fixed
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
 from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler
@@ -64,6 +65,7 @@ class LoadedModels:
         num_candidates: candidates that trees take after the same draft, 1 for chains. A target that has no trees gets
             chains in spite of it.
         asks_for_trees: the user asked for trees, so that an obstacle is an error.
+        asks_for_adaptive: the same of an adaptive draft length.
         head: the drafter's lm_head.
         sampler: chooses tokens for requests that need SGLang's sampler.
         bigrams: pairs of tokens in the texts of all running requests; None for chains.
@@ -75,6 +77,7 @@ class LoadedModels:
     mask_token_id: int
     num_candidates: int
     asks_for_trees: bool
+    asks_for_adaptive: bool
     head: DraftHead
     sampler: FallbackSampler
     bigrams: Bigrams | None
@@ -111,6 +114,7 @@ class LoadedModels:
             mask_token_id=draft_model.dflash_config.mask_token_id,
             num_candidates=k,
             asks_for_trees=asks_for_trees(server_args),
+            asks_for_adaptive=asks_for_adaptive(server_args),
             head=DraftHead.of(draft_model, unwrap_lora_layer(target_model.lm_head), tp_group, k),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
             bigrams=Bigrams(num_slots, device) if k > 1 else None,
@@ -203,6 +207,8 @@ class BuiltCycle:
         simulated = simulation(draft_runner.device)
         has_pairs = draft_runner.model.dflash_config.pairs is not None
         simulated.check(target_runner.model_config.vocab_size, loaded.block_size - 1, k, has_pairs)
+        if get_spec().speculative_adaptive:
+            simulated.note_adaptive()
         head = simulated.head(head)
         verification: Verification
         if k == 1:
@@ -263,7 +269,7 @@ class Serving:
     tree_counts: TreeCounts
 
     @classmethod
-    def start(cls, built: BuiltCycle, pools: Pools, target_runner: ModelRunner) -> Serving:
+    def start(cls, loaded: LoadedModels, built: BuiltCycle, pools: Pools, target_runner: ModelRunner) -> Serving:
         """Capture graphs of shorter drafts. The target's own runner has captured the longest.
 
         Raises:
@@ -276,8 +282,12 @@ class Serving:
         # A prefill server runs no cycles.
         is_adaptive = get_spec().speculative_adaptive and get_disagg().disaggregation_mode != "prefill"
         if is_adaptive and longest is None and target_runner.device != "cpu":
-            # Flags have been checked (`refusals.check_adaptive`), but SGLang leaves graphs out for other reasons too.
-            raise ConfigError("--speculative-adaptive verifies in CUDA graphs, and SGLang captured none of the target.")
+            # Flags have been checked (`server_args.adaptive`), but SGLang leaves graphs out for other reasons too.
+            obstacle = "SGLang captured no CUDA graphs of the target"
+            if loaded.asks_for_adaptive:
+                raise ConfigError(f"--speculative-adaptive verifies in CUDA graphs: {obstacle}.")
+            log_fixed(obstacle)
+            is_adaptive = False
         cycles_per_choice = 1 if longest is None else CYCLES_PER_CHOICE
         # Exported metrics are exact. One rank exports, but all of them must learn the same at the same time.
         counted_every = 1 if get_observability().enable_metrics else cycles_per_choice
@@ -294,7 +304,9 @@ class Serving:
         return cls(graphs, GpuController(graphs, acceptance, kv_bytes), tree_counts)
 
 
-def describe(loaded: LoadedModels, pools: Pools, built: BuiltCycle, draft_runner: ModelRunner) -> dict:
+def describe(
+    loaded: LoadedModels, pools: Pools, built: BuiltCycle, serving: Serving, draft_runner: ModelRunner
+) -> dict:
     """Return the part of `/server_info` that is about the server and its cycles."""
     return {
         "block_size": loaded.block_size,
@@ -313,6 +325,14 @@ def describe(loaded: LoadedModels, pools: Pools, built: BuiltCycle, draft_runner
             "penalties": loaded.sampler.penalty_bytes,
             "bigrams": 0 if built.bigrams is None else built.bigrams.nbytes,
         },
+        "adaptive_graphs": _describe_graphs(serving.graphs),
         "recurrent_states": None if pools.states is None else pools.states.describe(),
         **loaded.metrics.snapshot(),
     }
+
+
+def _describe_graphs(graphs: CycleGraphs | None) -> dict | None:
+    """Return what `/server_info` says of graphs of several draft lengths; None: the draft length is fixed."""
+    if graphs is None or graphs.cost_of_shorter is None:
+        return None
+    return {"batch_sizes_by_verified_rows": graphs.sizes, "shorter": asdict(graphs.cost_of_shorter)}

@@ -90,7 +90,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Finish set-up. The drafter has no graphs of its own: it runs in those of the target, which exist by now."""
-        self._serving = Serving.start(self._built, self._pools, self.target_worker.model_runner)
+        self._serving = Serving.start(self._loaded, self._built, self._pools, self.target_worker.model_runner)
 
     # --- one step of the scheduler ------------------------------------------------------------------------------------
 
@@ -339,5 +339,5 @@ class DFlashWorker(BaseSpecWorker):
 
     def describe(self) -> dict:
         """Return what `/server_info` shows."""
-        described = describe(self._loaded, self._pools, self._built, self.draft_model_runner)
+        described = describe(self._loaded, self._pools, self._built, self._serving, self.draft_model_runner)
         return {"version": __version__, "worker": type(self).__name__, **described}

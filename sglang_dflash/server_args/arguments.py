@@ -19,7 +19,7 @@ from sglang_dflash import hooks
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, resolve_block_size, resolve_tree
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
 from sglang_dflash.recurrent.arguments import check_num_nodes
-from sglang_dflash.server_args import backends, pair, refusals, tokenizer_workers, trees
+from sglang_dflash.server_args import adaptive, backends, pair, refusals, tokenizer_workers, trees
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     pair.load_drafter_config(server_args)
     refusals.check_draft_window(server_args)
     refusals.check_graphs(server_args)
-    refusals.check_adaptive(server_args)
+    adaptive.check_arguments(server_args)
     refusals.check_lora(server_args)
     cfg = resolving_view(server_args)
     if cfg.speculative_use_block_verification:
@@ -65,11 +65,11 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
             "accepted as often token by token."
         )
     # SGLang would switch it off with a warning, since its own is for EAGLE.
-    is_adaptive = cfg.speculative_adaptive
     declare_resolution(server_args, _SOURCE, speculative_adaptive=False)
     original(server_args)
-    declare_resolution(server_args, _SOURCE, speculative_adaptive=is_adaptive)
     refusals.check_deterministic(server_args)
+    adaptive.check_deterministic(server_args)
+    declare_resolution(server_args, _SOURCE, speculative_adaptive=adaptive.is_adaptive(server_args))
     # `overrides.max_speculative_num_draft_tokens` keeps it here. It would compute it from EAGLE's steps.
     server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import msgspec
-from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -13,6 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import MAX_CANDIDATES, DFlashConfig, TargetFacts
 from sglang_dflash.errors import ConfigError
+from sglang_dflash.server_args.adaptive import lora_flag
 from sglang_dflash.server_args.backends import device_type
 from sglang_dflash.server_args.trees import asks_for_trees
 
@@ -75,7 +76,6 @@ UNSUPPORTED = (
 )
 # Fields that only other algorithms and other drafters read. The user must not set them.
 IGNORED = (
-    "speculative_adaptive_config",
     "speculative_token_map",
     "speculative_use_rejection_sampling",
     "speculative_accept_threshold_single",
@@ -163,30 +163,10 @@ def check_graphs(server_args: ServerArgs) -> None:
         )
 
 
-def check_adaptive(server_args: ServerArgs) -> None:
-    """Refuse `--speculative-adaptive` without CUDA graphs: on a GPU each number of verified tokens has its graphs."""
-    cfg = resolving_view(server_args)
-    has_graphs = cfg.cuda_graph_config.decode.backend != Backend.DISABLED
-    if cfg.speculative_adaptive and not has_graphs and device_type(server_args) != "cpu":
-        raise ConfigError(
-            "--speculative-adaptive verifies in CUDA graphs, and those of decoding are disabled: leave out "
-            "--disable-cuda-graph, --disable-decode-cuda-graph and --cuda-graph-backend-decode."
-        )
-
-
 def check_lora(server_args: ServerArgs) -> None:
-    """Refuse what LoRA adapters of the target do not go with."""
-    cfg = resolving_view(server_args)
-    # SGLang enables LoRA for adapters later in resolution.
-    if not (cfg.enable_lora or (cfg.enable_lora is None and cfg.lora_paths)):
-        return
-    flag = "--enable-lora" if cfg.enable_lora else "--lora-paths"
-    if cfg.speculative_adaptive:
-        raise ConfigError(
-            f"{flag} with --speculative-adaptive is not supported: graphs of all draft lengths would share the table "
-            "that names each token's adapter, which SGLang makes for one length; leave one of them out."
-        )
-    if cfg.lora_backend == "triton_v2":
+    """Refuse a LoRA backend whose graphs are not those of a cycle."""
+    flag = lora_flag(server_args)
+    if flag is not None and resolving_view(server_args).lora_backend == "triton_v2":
         raise ConfigError(
             f"{flag} with --lora-backend triton_v2 is not supported: it captures every CUDA graph twice, with adapters "
             "and without; choose csgmv or triton."
@@ -227,23 +207,14 @@ def check_disaggregation(server_args: ServerArgs, target: TargetFacts) -> None:
 
 
 def check_deterministic(server_args: ServerArgs) -> None:
-    """Refuse what makes a request's results depend on other requests under `--enable-deterministic-inference`.
+    """Refuse trees under `--enable-deterministic-inference`: a request's results would depend on other requests.
 
-    In a tree, the order of a sum over the context depends on the lengths of all requests of the batch. FlashInfer
-    chooses its tile of keys by the number of verified tokens, and the tile decides how a sum rounds.
+    In a tree, the order of a sum over the context depends on the lengths of all requests of the batch.
     """
-    cfg = resolving_view(server_args)
-    if not cfg.enable_deterministic_inference:
-        return
-    if asks_for_trees(server_args):
+    if asks_for_trees(server_args) and resolving_view(server_args).enable_deterministic_inference:
         raise ConfigError(
             f"--enable-deterministic-inference with --speculative-eagle-topk {server_args.speculative_eagle_topk} is "
             "not supported: a tree's results depend on the other requests of its batch; leave one of them out."
-        )
-    if cfg.speculative_adaptive and "flashinfer" in attention_backends_of(cfg):
-        raise ConfigError(
-            "--speculative-adaptive with --enable-deterministic-inference needs --attention-backend fa3 or triton: "
-            "flashinfer's results depend on how many tokens of a block are verified."
         )
 
 

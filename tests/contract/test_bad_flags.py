@@ -16,7 +16,7 @@ from resolving import DEVICE_ARGS, ON_CPU, asked, drafter_with, refusal, resolve
 from safetensors.torch import save_file
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.arg_groups.model_override_base import resolved_view
-from sglang.srt.arg_groups.overrides import declare_resolution, max_speculative_num_draft_tokens
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
@@ -31,8 +31,6 @@ from sglang_dflash.server_args.refusals import (
     IGNORED,
     IGNORED_PREFIXES,
     UNSUPPORTED,
-    check_adaptive,
-    check_deterministic,
     check_disaggregation,
     check_host_cache,
 )
@@ -143,7 +141,6 @@ UNSUPPORTED_VALUES = {
     "debug_cuda_graph": True,
     "weight_cache_mode": "client",
     "dllm_algorithm": "LowConfidence",
-    "speculative_adaptive_config": "adaptive.json",
     "hicache_host_memory_mode": "buffer_only",
     "speculative_token_map": "map.pt",
     "speculative_accept_threshold_single": 0.0,
@@ -194,6 +191,7 @@ def test_every_field_of_speculation_is_decided_on():
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_adaptive",
+        "speculative_adaptive_config",
         "speculative_use_block_verification",
     }
     # Without a flag: SGLang sets them.
@@ -484,34 +482,6 @@ def test_prefill_server_without_the_drafter(monkeypatch, layout):
         transfer.check_prefill_server(lambda *args: met.append(args), manager, SimpleNamespace(kv_layout=layout))
     transfer.check_prefill_server(lambda *args: met.append(args), manager, SimpleNamespace(kv_layout="mine"))
     assert len(met) == 1
-
-
-def test_adaptive_is_kept():
-    """SGLang sizes its buffers by the drafter's block, not by the steps of EAGLE's adaptive speculation."""
-    args = asked(speculative_adaptive=True)
-    assert resolved_view(args).speculative_adaptive is True
-    assert max_speculative_num_draft_tokens(args) == 16
-
-
-def test_adaptive_needs_graphs():
-    """A CPU needs none, so on a machine without a GPU the device changes once everything else is resolved."""
-    args = asked(**{"disable_cuda_graph": True} | DEVICE_ARGS)
-    declare_resolution(args, "test", device="cuda")
-    check_adaptive(args)
-    declare_resolution(args, "test", speculative_adaptive=True)
-    with pytest.raises(ConfigError, match=r"^--speculative-adaptive.* leave out --disable-cuda-graph"):
-        check_adaptive(args)
-
-
-def test_adaptive_is_not_deterministic_on_flashinfer():
-    args = asked(speculative_adaptive=True)
-    declare_resolution(args, "test", attention_backend="flashinfer")
-    check_deterministic(args)
-    declare_resolution(args, "test", enable_deterministic_inference=True)
-    with pytest.raises(ConfigError, match=r"^--speculative-adaptive with --enable-deterministic-inference.*flashinfer"):
-        check_deterministic(args)
-    declare_resolution(args, "test", attention_backend="triton")
-    check_deterministic(args)
 
 
 def test_block_verification_changes_nothing_and_says_so(caplog):

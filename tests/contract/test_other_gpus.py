@@ -77,6 +77,7 @@ NAMED_DEFAULTS = [
     {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 16},
     {"speculative_dflash_block_size": 16},
     {"speculative_num_steps": 1},
+    {"speculative_adaptive": True},
 ]
 
 

@@ -32,7 +32,10 @@ COMMON = {
     "cuda_graph_bs_decode": GRAPH_SIZES,
     "disable_prefill_cuda_graph": True,
     "skip_server_warmup": True,
+    # A draft length that adapts depends on the machine.
+    "speculative_adaptive_config": "fixed",
 }
+ADAPTIVE = {"speculative_adaptive": True, "speculative_adaptive_config": None}
 # Drafts are verified in trees by default.
 TREES = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(DRAFTER_DIR)}
 CHAINS = TREES | {"speculative_eagle_topk": 1}

@@ -8,7 +8,7 @@ the same requests undisturbed.
 from dataclasses import replace
 
 import pytest
-from engines import ON_CPU, RETRACTED, tiny
+from engines import ADAPTIVE, ON_CPU, RETRACTED, tiny
 from pairs import CONTEXT, TIE, flat, pair_calls, plain_answers, scheduling_calls
 from support.ties import MARGIN, compare, tokens_per_cycle
 
@@ -90,7 +90,7 @@ def test_full_pool_of_few_tokens(shape, engines, prompts):
 def test_adaptive_trees_with_requests_of_sglangs_sampler(engines, prompts):
     """Draft lengths are chosen by measured costs, while half of the requests have chains."""
     of_plain, _ = plain_answers(engines, "fa3", prompts)
-    config = tiny("adaptive-mixed", "trees", attention_backend="fa3", speculative_adaptive=True)
+    config = tiny("adaptive-mixed", "trees", attention_backend="fa3", **ADAPTIVE)
     # SGLang's sampler has the log probabilities.
     calls = [
         call | {"return_logprob": [i % 2 == 1 for i in range(len(call["input_ids"]))]} for call in pair_calls(prompts)

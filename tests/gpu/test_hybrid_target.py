@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import BACKENDS, COMMON, RETRACTED, EngineConfig, Engines, greedy
+from engines import ADAPTIVE, BACKENDS, COMMON, RETRACTED, EngineConfig, Engines, greedy
 from support import hybrid
 from support.targets import NUM_CANDIDATES, candidate_logits, drafts, expected_cycles
 from support.ties import TIE, TIE_OF_EXPERTS, compare, first_difference
@@ -194,9 +194,9 @@ def test_trees_up_to_ties(backend, flags, env, engines, folder):
 @pytest.mark.parametrize(
     "flags",
     [
-        CHAINS | {"speculative_adaptive": True},
+        CHAINS | ADAPTIVE,
         CHAINS | {"disable_cuda_graph": True},
-        trees(32, speculative_adaptive=True),
+        trees(32, **ADAPTIVE),
         trees(24, disable_cuda_graph=True),
     ],
     ids=["adaptive", "eager", "adaptive-trees", "eager-trees"],

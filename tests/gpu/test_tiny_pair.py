@@ -6,7 +6,7 @@ Engines of a backend, with trees and with chains, serve all of it.
 from dataclasses import replace
 
 import pytest
-from engines import BACKENDS, ON_CPU, EngineConfig, tiny
+from engines import ADAPTIVE, BACKENDS, ON_CPU, EngineConfig, tiny
 from pairs import (
     CPU_TOKENS_PER_CYCLE,
     TIE,
@@ -160,7 +160,7 @@ def test_drafter_on_another_backend(engines, prompts):
 @pytest.mark.gpu
 @pytest.mark.group("tiny-default")
 def test_every_flag_at_its_default(engines, prompts):
-    """Drafts are verified in trees with as many nodes as a block has tokens. Prompts are prefilled in graphs."""
+    """Drafts are verified in trees of at most as many nodes as a block has tokens. Prompts are prefilled in graphs."""
     config = tiny("tiny-default", "trees")
     defaults = {name: config.arguments[name] for name in ("model_path", "speculative_algorithm")}
     defaults["speculative_draft_model_path"] = config.arguments["speculative_draft_model_path"]
@@ -168,11 +168,15 @@ def test_every_flag_at_its_default(engines, prompts):
     config = replace(config, arguments=defaults | {"max_total_tokens": 60_000})
     worker = engines.describe(config)
     assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 16)
+    graphs = worker["adaptive_graphs"]
+    print(f"\n{graphs}")
+    assert set(graphs["batch_sizes_by_verified_rows"]) > {"1", "16"}
     of_plain, _ = plain_answers(engines, "fa3", prompts)
     compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
     compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
-    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE["trees"], rel=0.15)
+    # Smaller trees are chosen where they are faster.
+    assert 2 < rate < 1.15 * CPU_TOKENS_PER_CYCLE["trees"]
 
 
 @pytest.mark.gpu
@@ -201,7 +205,7 @@ def test_prompts_in_one_graph(engines, prompts):
 def test_fewer_tokens_verified(backend, shape, engines, prompts):
     """Every draft length is used in turn (`--speculative-adaptive`)."""
     of_plain, _ = plain_answers(engines, backend, prompts)
-    config = tiny(f"tiny-{backend}-adaptive-{shape}", shape, attention_backend=backend, speculative_adaptive=True)
+    config = tiny(f"tiny-{backend}-adaptive-{shape}", shape, attention_backend=backend, **ADAPTIVE)
     config = replace(config, plugins=("width_check",))
     with engines.checking(config, "width_check") as cycles:
         compared, _ = check_texts(engines, config, of_plain, varied_calls(prompts))

@@ -143,7 +143,7 @@ def register() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     from sglang_dflash.engine import graphs
-    from sglang_dflash.engine.adaptive import controller
+    from sglang_dflash.engine.adaptive import controller, graph_sizes
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
     from sglang_dflash.verify import sampler
@@ -178,7 +178,7 @@ def register() -> None:
     graphs.block_plan = Plan
     graphs.CycleGraphRunner.inputs = spoiled(graphs.CycleGraphRunner.inputs)
     # A CPU is always busy; noise must not decide which sizes are captured.
-    graphs.COMPUTE_BOUND_RATIO = 0
+    graph_sizes.MIN_GAIN = 0
     # SGLang's sampler takes two requests of the tiny target at a time.
     sampler.SAMPLER_BYTES = 2 * sampler.sampler_bytes(1024, 16)
     # The cycle samples by itself, as on a GPU.

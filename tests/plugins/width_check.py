@@ -16,13 +16,13 @@ RECORDS = os.environ.get("WIDTH_CHECK_RECORDS")
 def register():
     if RECORDS is None:
         return
-    from sglang_dflash.engine import graphs
+    from sglang_dflash.engine.adaptive import graph_sizes
     from sglang_dflash.engine.adaptive.controller import LengthChooser
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.ops import add_norm, small_m_linear
 
     # The tiny pair never keeps a GPU computing.
-    graphs.COMPUTE_BOUND_RATIO = 0
+    graph_sizes.MIN_GAIN = 0
     # And its weights are smaller than those for which the kernels for few rows and for norms are there.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True

@@ -2,28 +2,34 @@
 
 import math
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_dflash.engine import graphs
+from sglang_dflash.engine.adaptive.graph_sizes import graph_sizes, spread
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.types import Block
+
+SIZES = (1, 2, 4, 8, 16)
 
 
 class Runner:
     """A `CycleGraphRunner` whose replays take a given time."""
 
-    def __init__(self, num_tokens, times, min_bs=1):
-        self.num_tokens, self._times, self.min_bs = num_tokens, times, min_bs
-        self.capture_bs = [bs for bs in (1, 2, 4, 8, 16) if bs >= min_bs]
+    model_runner = None
 
-    def shorter(self, num_tokens, min_bs):
-        return Runner(num_tokens, self._times, min_bs)
+    def __init__(self, num_tokens, times, sizes=SIZES):
+        self.num_tokens, self._times, self.capture_bs = num_tokens, times, list(sizes)
+        self.min_bs = max((bs for bs in SIZES if bs < sizes[0]), default=0) + 1
+
+    def shorter(self, num_tokens, sizes):
+        return Runner(num_tokens, self._times, sizes)
 
     def has(self, bs):
-        return self.min_bs <= bs <= 16
+        return self.min_bs <= bs <= self.capture_bs[-1]
 
     def padded(self, bs):
         return min(size for size in self.capture_bs if size >= bs)
@@ -37,23 +43,69 @@ def one_rank(monkeypatch):
     group = SimpleNamespace(broadcast_object=lambda seconds, src: seconds)
     monkeypatch.setattr(graphs, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     monkeypatch.setattr(graphs, "log_info_on_rank0", lambda logger, message: None)
+    free = iter([5.0, 4.5] * 100)
+    monkeypatch.setattr(graphs, "_free_gib", lambda model_runner: next(free))
 
 
-@pytest.mark.parametrize(("free_rows", "min_bs"), [(15, 1), (40, 3), (64, 5), (100, 5), (200, 9)])
-def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, min_bs):
-    built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 4, 8, 12))
+@pytest.mark.parametrize(
+    ("free_rows", "first_of_4", "first_of_8"), [(15, 1, 1), (40, 4, 4), (64, 8, 8), (100, 8, 8), (200, 16, 16)]
+)
+def test_graphs_between_are_for_batches_that_fewer_rows_make_faster(free_rows, first_of_4, first_of_8):
+    built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 4, 8))
 
-    assert built.lengths == (1, 4, 8, 12, 16)
+    assert built.lengths == (1, 4, 8, 16)
+    firsts = {1: 1, 4: first_of_4, 8: first_of_8, 16: 1}
+    assert {length: built[length].capture_bs[0] for length in built.lengths} == firsts
+    assert all(built[length].capture_bs == [bs for bs in SIZES if bs >= first] for length, first in firsts.items())
     # Batches that are padded to the smallest of these sizes have these graphs too.
-    assert [built[width].min_bs for width in built.lengths] == [1, 1, min_bs, min_bs, 1]
-    for bs in range(1, 17):
-        has_cost = [built.cost(built.padded(bs), width) < math.inf for width in built.lengths]
-        assert has_cost == [built[width].has(bs) for width in built.lengths]
+    for bs in range(1, 18):
+        for length in built.lengths:
+            cost = built.cost(bs, length)
+            assert (cost < math.inf) == built[length].has(bs)
+            if cost < math.inf:
+                assert cost == max(1.0, built[length].padded(bs) * length / free_rows)
 
 
 def test_none_are_between_where_rows_are_free():
-    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).lengths == (1, 4, 16)
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), (1, 4, 8, 12)).lengths == (1, 16)
     assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).lengths == (16,)
+
+
+def test_the_first_request_of_a_mixture_of_experts():
+    """Each token of one request loads experts, so fewer tokens are faster at once. Later ones find them loaded."""
+    built = CycleGraphs(Runner(16, lambda bs, rows: 4 - 0.95 ** (bs * rows)), (1, 4, 8))
+    assert built[4].capture_bs[0] == built[8].capture_bs[0] == 1
+
+
+def test_what_the_graphs_took():
+    cost = CycleGraphs(Runner(16, lambda bs, rows: bs * rows), (1, 4, 8)).cost_of_shorter
+    assert (cost.num_graphs, cost.gib) == (15, 0.5)
+    assert str(cost).startswith("15 CUDA graphs of shorter drafts were captured in ")
+    assert str(cost).endswith(" s and take 0.50 GiB.")
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).cost_of_shorter is None
+
+
+# SGLang's sizes for speculation and up to 48 requests, the default.
+DEFAULT_SIZES = [*range(1, 9), *range(10, 33, 2), 40, 44, 48]
+
+
+def test_few_graphs_are_captured_of_default_sizes():
+    """They take about as long as those of the longest draft, which SGLang captures anyway."""
+    assert spread(DEFAULT_SIZES, 1) == [1, 2, 3, 6, 12, 24, 48]
+    seconds = {bs: 7 + max(0.0, bs * 16 - 64) / 45 for bs in DEFAULT_SIZES}
+    captured = {length: graph_sizes(length, 16, seconds) for length in (1, 4, 8)}
+    assert sum(map(len, captured.values())) <= len(DEFAULT_SIZES)
+    assert all(sizes[-1] == 48 for sizes in captured.values())
+
+
+@pytest.mark.parametrize("sizes", [DEFAULT_SIZES, [1], [5, 9], [4, 8, 16, 64], list(range(1, 65))], ids=str)
+@pytest.mark.parametrize("length", [1, 4, 8, 32])
+def test_batches_are_padded_by_no_more_than_a_third(sizes, length):
+    kept = spread(sizes, length)
+    assert kept[-1] == sizes[-1] and kept[0] == sizes[0] and kept == sorted(set(kept))
+    for small, large in pairwise(kept):
+        skipped = [bs for bs in sizes if small < bs < large]
+        assert not skipped or large <= (2 if large * length <= 64 else 4 / 3) * small + 1e-9
 
 
 def test_timed_requests_have_bonus_tokens_of_their_own(monkeypatch):

@@ -25,8 +25,10 @@ from sglang_dflash.engine.relay import host_kv_lens
 
 logger = logging.getLogger(__name__)
 
-# Exploration of a longer draft takes one part in this many of the cycles' time.
-EXPLORE_EVERY = 64
+# Share of the cycles' time that exploration of longer drafts may lose, and that it may take.
+EXPLORATION_LOSS, EXPLORATION_SHARE = 1 / 256, 1 / 16
+# Of draft lengths that are this near the best, the longest is chosen: what it accepts tells most.
+NEARLY_BEST = 0.995
 # On a GPU, cycles that one choice is for, whose results are learned together, and of which the host measures one.
 # Choosing, copying counts and measuring take longer than most of what the host does for a cycle.
 CYCLES_PER_CHOICE = 16
@@ -158,13 +160,17 @@ class LengthChooser:
                 for length, known in zip(self._lengths, costs, strict=True)
             ]
             best = rates.index(max(rates))
-            cost = costs[best]
-            if cost:
+            if costs[best]:
+                best = max(i for i, rate in enumerate(rates) if rate >= NEARLY_BEST * rates[best])
                 # The value of a longer draft becomes known by verifying it.
                 longer = next((i for i in range(best + 1, len(costs)) if costs[i] < math.inf), best)
-                explores = self._since_exploration >= EXPLORE_EVERY * costs[longer]
+                lost = costs[longer] * (1 - rates[longer] / rates[best])
+                explores = longer > best and self._since_exploration >= max(
+                    lost / EXPLORATION_LOSS, costs[longer] / EXPLORATION_SHARE
+                )
                 if explores:
-                    best, cost, self._since_exploration = longer, 0.0, 0.0
+                    best, self._since_exploration = longer, 0.0
+            cost = 0.0 if explores else costs[best]
         length = self._lengths[best]
         if not explores:
             self._choices[bs, len(fallback)] = length, cost

@@ -1,0 +1,61 @@
+"""Batch sizes for which CUDA graphs of a draft length are captured. Each graph takes start-up time and memory.
+
+SGLang captures the longest draft for all its batch sizes. Other draft lengths get fewer: batches in between are padded,
+and sizes at which a length saves no time have no graphs of it.
+Shapes: P requests of a graph, N verified tokens of a request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+# A draft length gets graphs for the batch sizes at which the longest takes more than this many times as long.
+MIN_GAIN = 1.03
+# Most tokens of a batch that a GPU verifies in about the time of one token, because it waits for weights.
+FREE_TOKENS = 64
+# Consecutive sizes differ by at most this factor, and by the second where all tokens are free.
+_MAX_PADDING, _MAX_FREE_PADDING = 4 / 3, 2
+
+
+def graph_sizes(length: int, longest: int, seconds: Mapping[int, float]) -> list[int]:
+    """Return the batch sizes of graphs with N = `length`, ascending.
+
+    Args:
+        length: N. Length 1 runs no drafter, and gets graphs for batches of any size.
+        longest: the N of `seconds`.
+        seconds: duration of a cycle of the longest draft by P, ascending.
+    """
+    sizes = spread(list(seconds), length)
+    if length == 1:
+        return sizes
+    return [bs for bs in sizes if seconds[bs] > MIN_GAIN * _expected_seconds(bs * length / longest, seconds)]
+
+
+def spread(sizes: Sequence[int], length: int) -> list[int]:
+    """Return some of the sizes, the largest among them, so that no batch is padded by much.
+
+    Args:
+        sizes: ascending.
+        length: N.
+    """
+    kept = [sizes[-1]]
+    while kept[-1] > sizes[0]:
+        factor = _MAX_FREE_PADDING if kept[-1] * length <= FREE_TOKENS else _MAX_PADDING
+        # The smallest that is near enough, or else the next smaller one.
+        last = sizes.index(kept[-1])
+        kept.append(sizes[min(bisect_left(sizes, kept[-1] / factor), last - 1)])
+    return kept[::-1]
+
+
+def _expected_seconds(bs: float, seconds: Mapping[int, float]) -> float:
+    """Return the duration of a cycle of `bs` requests, of which a fraction stands for requests with fewer tokens.
+
+    It is on a line through the two next sizes.
+    """
+    sizes = list(seconds)
+    if len(sizes) == 1:
+        return 0.0
+    i = min(max(1, bisect_left(sizes, bs)), len(sizes) - 1)
+    a, b = sizes[i - 1 : i + 1]
+    return seconds[a] + (seconds[b] - seconds[a]) * (bs - a) / (b - a)
