@@ -25,6 +25,7 @@ from sglang_dflash.engine.executor import CycleExecutor
 from sglang_dflash.engine.metrics import APPENDED, BEGUN, DRAFTED, VERIFIED, CycleClock
 from sglang_dflash.engine.simulate import Simulation
 from sglang_dflash.engine.verification import Drafts, Verification
+from sglang_dflash.ops import add_norm
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.types import Block
 from sglang_dflash.verify.logits import VerifyLogits
@@ -104,6 +105,7 @@ class DecodeCycle:
         block = Block.of(*self.verification.block_rows(rows, bs * draft_length), *requests)
         return CycleInputs(block, block, *rows)
 
+    @add_norm.in_cycle()
     def run(self, batch: ForwardBatch, block: Block, in_shards: bool, executor: CycleExecutor) -> CycleOutput:
         """Run one cycle, in which the target's tokens are chosen by the fast path (`_choose`) for all requests.
 

@@ -1,13 +1,15 @@
 """Kernel for the norms that add the residual, in place of FlashInfer's.
 
 A cycle of Qwen3-8B and its drafter runs 82 of them, and every other kernel waits for them. They read little, so their
-latency counts: how early they start and how few steps they take.
+latency counts: how early they start and how few steps they take. Prefills keep FlashInfer's: without CUDA graphs the
+host launches each norm of a prefill, and a Triton kernel takes it longer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm, _fp8_static_input_scale
@@ -23,8 +25,22 @@ logger = logging.getLogger(__name__)
 _MIN_SIZE, _MAX_SIZE = 2048, 8192
 
 
+_is_in_cycle = False
+
+
+@contextmanager
+def in_cycle() -> Iterator[None]:
+    """Have norms use the kernel: the forwards of a decode cycle run inside."""
+    global _is_in_cycle
+    before, _is_in_cycle = _is_in_cycle, True
+    try:
+        yield
+    finally:
+        _is_in_cycle = before
+
+
 class AddNormForward:
-    """Forward method of a norm. Calls with a residual take `ops.add_rms_norm`, others take SGLang's method."""
+    """Forward method of a norm. In a cycle, calls with a residual take `ops.add_rms_norm`; others take SGLang's method."""
 
     def __init__(self, norm: RMSNorm | GemmaRMSNorm, follows_few_rows: bool) -> None:
         """
@@ -44,7 +60,8 @@ class AddNormForward:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self._norm.weight.data
         if (
-            residual is None
+            not _is_in_cycle
+            or residual is None
             or post_residual_addition is not None
             or others
             or torch.compiler.is_compiling()

@@ -1,5 +1,7 @@
 """SGLang's flags that choose how layers are computed disable this package's kernels."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from resolving import asked
@@ -43,9 +45,11 @@ def test_flags(publish_server, flags, method):
 
 @pytest.mark.parametrize("norm_type", [RMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("flags", [{}, {"enable_deterministic_inference": True}], ids=["none", "deterministic"])
-def test_norms(publish_server, flags, norm_type):
-    """A norm computes what it computed before, with any arguments."""
+def test_norms(publish_server, monkeypatch, flags, norm_type):
+    """A norm computes what it computed before, with any arguments. Only cycles run the kernel."""
     publish_server(**flags)
+    kernel, calls = add_norm.ops.add_rms_norm, []
+    monkeypatch.setattr(add_norm.ops, "add_rms_norm", lambda *args: calls.append(args) or kernel(*args))
     norm = norm_type(96, eps=1e-2)
     nn.init.normal_(norm.weight)
     ours = norm_type(96, eps=1e-2)
@@ -53,9 +57,14 @@ def test_norms(publish_server, flags, norm_type):
     add_norm.install(ours, follows_few_rows=True)
     assert isinstance(ours._forward_method, add_norm.AddNormForward) is not bool(flags)
     x, residual, more = torch.randn(3, 5, 96)
-    for arguments in [(x,), (x, residual), (x, residual, more), (x[None], residual[None]), (x.T.clone().T, residual)]:
-        got, want = (module(*(tensor.clone() for tensor in arguments)) for module in (ours, norm))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for arguments in [(x,), (x, residual), (x, residual, more), (x[None], residual[None]), (x.T.contiguous().T, residual)]:
+        want = norm(*(tensor.clone() for tensor in arguments))
+        for context in (nullcontext(), add_norm.in_cycle()):
+            with context:
+                got = ours(*(tensor.clone() for tensor in arguments))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    # In a cycle, with a residual.
+    assert len(calls) == (0 if flags else 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rounds there; tests/kernels and tests/gpu run its kernel")
