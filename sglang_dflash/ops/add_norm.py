@@ -40,7 +40,7 @@ def in_cycle() -> Iterator[None]:
 
 
 class AddNormForward:
-    """Forward method of a norm. In a cycle, calls with a residual take `ops.add_rms_norm`; others take SGLang's method."""
+    """Forward method of a norm. Calls with a residual in a cycle take `ops.add_rms_norm`, others SGLang's method."""
 
     def __init__(self, norm: RMSNorm | GemmaRMSNorm, follows_few_rows: bool) -> None:
         """

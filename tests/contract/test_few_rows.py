@@ -57,7 +57,8 @@ def test_norms(publish_server, monkeypatch, flags, norm_type):
     add_norm.install(ours, follows_few_rows=True)
     assert isinstance(ours._forward_method, add_norm.AddNormForward) is not bool(flags)
     x, residual, more = torch.randn(3, 5, 96)
-    for arguments in [(x,), (x, residual), (x, residual, more), (x[None], residual[None]), (x.T.contiguous().T, residual)]:
+    strided = x.T.contiguous().T
+    for arguments in [(x,), (x, residual), (x, residual, more), (x[None], residual[None]), (strided, residual)]:
         want = norm(*(tensor.clone() for tensor in arguments))
         for context in (nullcontext(), add_norm.in_cycle()):
             with context:
