@@ -18,7 +18,14 @@ import torch
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
 from sglang_dflash.checkpoint.mask_embedding import FILE, read_mask_embedding
-from sglang_dflash.checkpoint.tensors import part_tensors, read_headers, tensor_problems
+from sglang_dflash.checkpoint.tensors import (
+    check_quantized_layers,
+    part_tensors,
+    quantized_shapes,
+    read_headers,
+    tensor_problems,
+    weight_bytes,
+)
 from sglang_dflash.errors import ConfigError
 
 
@@ -51,6 +58,11 @@ class Inspection:
             for name, tensors in part_tensors(self.drafter).items()
         }
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are loaded: float8 where the checkpoint has it, else in `dtype`."""
+        return weight_bytes(self.drafter, self.dtype.itemsize)
+
     def to_dict(self) -> dict:
         """Return the JSON object of `--json`."""
         if self.drafter is None:
@@ -61,6 +73,7 @@ class Inspection:
         }
         return {
             "drafter": drafter,
+            "weight_bytes": self.weight_bytes,
             "part_bytes": self.part_bytes,
             "has_mask_embedding": self.has_mask_embedding,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -71,6 +84,10 @@ class Inspection:
         """Yield the lines of the plain-text report."""
         if self.drafter is not None:
             yield from _describe(self.drafter)
+            yield f"weights          {self.weight_bytes} bytes, loaded in {str(self.dtype).removeprefix('torch.')}"
+            if self.drafter.quantization is not None:
+                num_layers = len(quantized_shapes(self.drafter))
+                yield f"quantisation     {self.drafter.quantization}; {num_layers} linear layers"
             for name, part in (("convolutions", self.drafter.conv), ("pairs", self.drafter.pairs)):
                 if part is not None:
                     yield f"{name:<17}{part}; {self.part_bytes[name]} bytes"
@@ -92,6 +109,7 @@ def inspect_pair(target_path: str, drafter_path: str) -> Inspection:
         return Inspection(mismatches=[" ".join(str(error).split())])
     mismatches = drafter.mismatches(target)
     try:
+        check_quantized_layers(drafter, tp_size=1)
         problems = tensor_problems(drafter, read_headers(drafter_path))
         mismatches += [f"tensor of {drafter_path}: {problem}" for problem in problems]
     except ConfigError as error:

@@ -22,6 +22,8 @@ from sglang_dflash.hooks import Hook
 from sglang_dflash_cpu import fp8_linear, host_pool
 from sglang_dflash_cpu.pinned_memory import without_pinning
 
+_COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+
 
 def _extend_forward_kwargs(
     original: Callable,
@@ -222,7 +224,7 @@ CPU_HOOKS: list[Hook] = [
     ),
     *(
         Hook(
-            target=f"sglang.srt.layers.quantization.fp8.{target}",
+            target=f"sglang.srt.layers.quantization.{target}",
             kind=kind,
             function=function,
             why=why,
@@ -230,17 +232,37 @@ CPU_HOOKS: list[Hook] = [
         )
         for target, kind, function, why in (
             (
-                "Fp8LinearMethod.process_weights_after_loading",
+                "fp8.Fp8LinearMethod.process_weights_after_loading",
                 HookType.REPLACE,
-                fp8_linear.quantize,
+                fp8_linear.load,
                 "its layout is that of AMX",
             ),
-            ("Fp8LinearMethod.apply", HookType.REPLACE, fp8_linear.apply, "its products need AMX"),
+            ("fp8.Fp8LinearMethod.apply", HookType.REPLACE, fp8_linear.apply, "its products need AMX"),
+            *(
+                (
+                    f"{config}.get_supported_act_dtypes",
+                    HookType.AROUND,
+                    fp8_linear.supported_dtypes,
+                    "it refuses float32, the dtype of tests",
+                )
+                for config in ("fp8.Fp8Config", _COMPRESSED_TENSORS)
+            ),
             (
-                "Fp8Config.get_supported_act_dtypes",
-                HookType.AROUND,
-                fp8_linear.supported_dtypes,
-                "it refuses float32, the dtype of tests",
+                f"{_COMPRESSED_TENSORS}._check_scheme_supported",
+                HookType.REPLACE,
+                fp8_linear.is_supported,
+                "it asks CUDA",
+            ),
+            *(
+                (f"compressed_tensors.schemes.{scheme}.{method}", HookType.REPLACE, function, "its kernels need a GPU")
+                for scheme in (
+                    "compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8",
+                    "compressed_tensors_w8a16_fp8.CompressedTensorsW8A16Fp8",
+                )
+                for method, function in (
+                    ("process_weights_after_loading", fp8_linear.load_compressed),
+                    ("apply_weights", fp8_linear.apply_compressed),
+                )
             ),
         )
     ),

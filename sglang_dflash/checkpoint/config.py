@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from sglang_dflash.checkpoint.quantization import Quantization, read_quantization
 from sglang_dflash.errors import ConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -123,6 +124,7 @@ class DFlashConfig:
         final_logit_softcapping: float or None. Cap c of c * tanh(x / c) on the multiplied logits x; None: no cap.
         rope_type: "default", "linear", "yarn" or "llama3".
         format: ZLAB, SPECULATORS or DEEPSPEC.
+        quantization: float8 weights; None: there are none.
     """
 
     path: str
@@ -152,6 +154,7 @@ class DFlashConfig:
     rope_parameters: dict[str, Any]
     rms_norm_eps: float
     format: str
+    quantization: Quantization | None
 
     @property
     def window(self) -> int | None:
@@ -237,6 +240,7 @@ class DFlashConfig:
             rope_parameters={name: value for name, value in config["rope_parameters"].items() if name != "type"},
             rms_norm_eps=read.positive_number("rms_norm_eps", default=None),
             format=config.get("dflash_format", ZLAB),
+            quantization=read_quantization(config.get("dflash_quantization"), path),
         )
 
     def check_target(self, target: TargetFacts) -> None:

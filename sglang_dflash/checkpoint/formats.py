@@ -20,7 +20,8 @@ import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config
 
-from sglang_dflash.checkpoint.config import ARCHITECTURE, DEEPSPEC, SPECULATORS, is_positive_number
+from sglang_dflash.checkpoint.config import ARCHITECTURE, DEEPSPEC, SPECULATORS, DFlashConfig, is_positive_number
+from sglang_dflash.checkpoint.tensors import linear_shapes
 from sglang_dflash.errors import ConfigError
 
 # z-lab's architectures that have convolutions and a selector. The library cannot build them without.
@@ -145,6 +146,7 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
         fields = _from_muse(raw)
     else:
         fields = _from_zlab(raw, path)
+    _settle_quantization(fields, raw)
     _settle_windows(fields, path)
     # The layers are Qwen3's for every `model_type`. The class of that type knows the defaults of missing fields.
     model_type = fields.get("model_type") or Qwen3Config.model_type
@@ -160,6 +162,9 @@ def to_qwen3_config(raw: dict[str, Any], path: str) -> Qwen3Config:
         raise ConfigError(f"config.json of drafter {path}: {reason}") from error
     config._name_or_path = path
     _settle_rope(config, path)
+    if fields["dflash_quantization"]:
+        drafter = DFlashConfig.from_dict(config.to_dict(), path)
+        config.quantization_config = drafter.quantization.to_sglang(linear_shapes(drafter))
     return config
 
 
@@ -172,9 +177,6 @@ def _check_fields(fields: dict[str, Any], path: str) -> None:
             raise _error(name, value, "the name of a dtype", path)
     if fields.get("hidden_act") not in (None, "silu"):
         raise _error("hidden_act", fields["hidden_act"], "'silu', as in Qwen3", path)
-    if fields.get("quantization_config"):
-        expected = "nothing: DFLASH needs an unquantised drafter"
-        raise _error("quantization_config", fields["quantization_config"], expected, path)
 
 
 def check_overridden(config: PretrainedConfig, path: str) -> None:
@@ -304,6 +306,18 @@ def _from_deepspec(raw: dict[str, Any], path: str) -> dict[str, Any]:
         "dflash_format": DEEPSPEC,
         "dflash_config": own | {"sample_from_anchor": True},
     }
+
+
+def _settle_quantization(fields: dict[str, Any], raw: dict[str, Any]) -> None:
+    """Move the checkpoint's `quantization_config` to `dflash_quantization`.
+
+    SGLang gets one that names the drafter's layers as SGLang does. compressed-tensors had another name for the field.
+    """
+    names = ("quantization_config", "compression_config")
+    found = [place[name] for place in (raw, fields) for name in names if place.get(name)]
+    for name in names:
+        fields.pop(name, None)
+    fields["dflash_quantization"] = found[0] if found else None
 
 
 def _settle_windows(fields: dict[str, Any], path: str) -> None:

@@ -6,6 +6,7 @@ Shapes: H hidden size, D head dimension, V the target's vocabulary, v the drafte
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
+from sglang_dflash.checkpoint import quantization
 from sglang_dflash.checkpoint.config import DEEPSPEC, GATED, SELECTOR, ZLAB, DFlashConfig, Pairs
 from sglang_dflash.errors import ConfigError
 
@@ -26,11 +28,14 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 # Names of dtypes in headers of safetensors files. Others keep their names.
 _HEADER_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 _HEADER_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
+_HEADER_DTYPES["F8_E4M3"] = quantization.DTYPE
 
 
 # Ends of the names under which SGLang's modules have some tensors without `.weight`. z-lab publishes them so, and its
 # library writes them with it.
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+# Layers that SGLang multiplies by as one.
+_FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 # Names in the checkpoint of Muse's drafter.
 _MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
@@ -59,6 +64,28 @@ def checkpoint_name(name: str) -> str:
 
 def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
     """Return name and shape of every tensor that a checkpoint with this config must have."""
+    expected = _weights(config)
+    for module, shape in quantized_shapes(config).items():
+        expected |= config.quantization.scale_shapes(module, shape)
+    return expected
+
+
+def quantized_shapes(config: DFlashConfig) -> dict[str, Shape]:
+    """Return the linear layers with float8 weights, and the shapes of these."""
+    if config.quantization is None:
+        return {}
+    return {name: shape for name, shape in linear_shapes(config).items() if config.quantization.covers(name)}
+
+
+def linear_shapes(config: DFlashConfig) -> dict[str, Shape]:
+    """Return every linear layer of a checkpoint and the shape of its weight."""
+    # The other matrices are tables with a row for every token.
+    tables = ("markov_head.markov_w1", *_CODEBOOKS)
+    weights = {name.removesuffix(".weight"): shape for name, shape in _weights(config).items()}
+    return {name: shape for name, shape in weights.items() if len(shape) == 2 and name not in tables}
+
+
+def _weights(config: DFlashConfig) -> dict[str, Shape]:
     hidden, head = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
     expected = {
@@ -151,16 +178,18 @@ def spare_tensors(config: DFlashConfig) -> dict[str, Shape]:
 def tensor_problems(config: DFlashConfig, found: Iterable[Tensor]) -> list[str]:
     """Return a phrase for every unexpected, wrongly shaped, quantised, repeated or missing tensor of a checkpoint."""
     expected, spare = expected_tensors(config), spare_tensors(config)
+    quantized = quantized_shapes(config)
     problems, seen = [], {}
     for tensor in found:
         name = checkpoint_name(tensor.name)
         want = (spare | expected).get(name)
-        dtypes = _dtypes(name) if name in expected or name == "t2d" else (tensor.dtype,)
+        dtypes = _dtypes(name, quantized) if name in expected or name == "t2d" else (tensor.dtype,)
         if name in seen:
             problems.append(f"{name} is there twice, as {seen[name]} and as {tensor.name}")
         elif want is None:
             problems.append(f"unexpected {tensor.name} {list(tensor.shape)}")
-        elif tensor.shape != want:
+        # A scale may be a scalar.
+        elif (tensor.shape or (1,)) != want:
             problems.append(f"{tensor.name} has shape {list(tensor.shape)}, expected {list(want)}")
         elif tensor.dtype not in dtypes:
             problems.append(f"{tensor.name} is in {tensor.dtype}, expected one of {', '.join(dtypes)}")
@@ -175,8 +204,75 @@ def check_tensors(config: DFlashConfig, found: Iterable[Tensor]) -> None:
         raise ConfigError(f"drafter {config.path} does not load: " + "; ".join(problems) + ".")
 
 
-def _dtypes(name: str) -> tuple[str, ...]:
+def check_quantized_layers(config: DFlashConfig, tp_size: int) -> None:
+    """Check that SGLang can fuse the layers with float8 weights, and divide their blocks over `tp_size` ranks.
+
+    Raises:
+        ConfigError: names the first layers that do not fit.
+    """
+    shapes = quantized_shapes(config)
+    if not shapes:
+        return
+    for i in range(len(config.layers)):
+        for fused in _FUSED:
+            names = [f"layers.{i}.{name}" for name in fused]
+            if len({name in shapes for name in names}) > 1:
+                raise ConfigError(
+                    f"quantization_config of drafter {config.path} covers some of {', '.join(names)}: expected all or "
+                    "none, as SGLang multiplies by them as one matrix."
+                )
+    block = config.quantization.block
+    if block is None:
+        return
+    for name, (outputs, inputs) in shapes.items():
+        if not _has_whole_blocks(name, outputs, inputs, block, config, tp_size):
+            raise ConfigError(
+                f"{name} of drafter {config.path} has a weight of {outputs} x {inputs} in blocks of {block[0]} x "
+                f"{block[1]}, which do not divide over --tp-size {tp_size}."
+            )
+
+
+def _has_whole_blocks(
+    name: str, outputs: int, inputs: int, block: tuple[int, int], config: DFlashConfig, tp_size: int
+) -> bool:
+    if not keeps_float8(name):
+        return True
+    if name.endswith(("o_proj", "down_proj", "fc")):
+        return tp_size == 1 or inputs // tp_size % block[1] == 0
+    # Fewer KV heads than ranks are replicated.
+    per_rank = outputs // tp_size
+    return (max(per_rank, config.head_dim) if "self_attn" in name else per_rank) % block[0] == 0
+
+
+def weight_bytes(config: DFlashConfig, itemsize: int) -> int:
+    """Return the bytes of all weights as they are loaded, if those that are not float8 have `itemsize`."""
+    quantized = quantized_shapes(config)
+    total = 0
+    for name, shape in expected_tensors(config).items():
+        module, _, kind = name.rpartition(".")
+        if module not in quantized or kind == "bias":
+            size = itemsize
+        elif keeps_float8(module):
+            # Scales are float32.
+            size = 1 if kind == "weight" else 4
+        else:
+            size = itemsize if kind == "weight" else 0
+        total += math.prod(shape) * size
+    return total
+
+
+def keeps_float8(module: str) -> bool:
+    """Return whether a linear layer computes with the float8 weights of the checkpoint.
+
+    The others are small, or not SGLang's. Their weights are loaded in the model's dtype.
+    """
+    return module == "fc" or ".self_attn." in module or ".mlp." in module
+
+
+def _dtypes(name: str, quantized: Iterable[str]) -> tuple[str, ...]:
     """Return the dtypes that a loaded tensor may have."""
+    if name.endswith(".weight") and name.removesuffix(".weight") in quantized:
+        return (quantization.DTYPE,)
     return {"d2t": _INTEGERS, "t2d": ("bool", *_INTEGERS)}.get(name, _WEIGHTS)
 
 

@@ -93,10 +93,13 @@ class ContextWriter:
 def dense_weight(layer: LinearBase) -> torch.Tensor:
     """Return the weight of a linear layer, [N, K]. That of a quantised layer is what the layer multiplies with.
 
-    Layouts of quantised weights differ by method and GPU. The product with the identity does not.
+    Layouts of quantised weights differ by method and GPU. The product with the identity does not. A static scale of
+    inputs would round its ones, or clip them, so they become the largest input of that scale.
     """
     if isinstance(layer.quant_method, UnquantizedLinearMethod):
         return layer.weight.data
-    identity = torch.eye(layer.input_size, dtype=layer.params_dtype, device=layer.weight.device)
-    parts = [layer.quant_method.apply(layer, rows, None) for rows in identity.split(_IDENTITY_ROWS)]
-    return torch.cat(parts).t()
+    scale = dict(layer.named_parameters()).get("input_scale")
+    largest = 1.0 if scale is None else torch.finfo(torch.float8_e4m3fn).max * scale.float().max()
+    inputs = (torch.eye(layer.input_size, device=layer.weight.device) * largest).to(layer.params_dtype)
+    parts = [layer.quant_method.apply(layer, rows, None) for rows in inputs.split(_IDENTITY_ROWS)]
+    return (torch.cat(parts) / largest).t()

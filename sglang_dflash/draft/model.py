@@ -6,6 +6,7 @@ Shapes: T tokens, bs requests, B rows of a block, H hidden size, F captured targ
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
@@ -30,9 +31,11 @@ from sglang_dflash.checkpoint.tensors import (
     checkpoint_name,
     draft_to_target,
     expected_tensors,
+    quantized_shapes,
     spare_tensors,
 )
 from sglang_dflash.draft.convolutions import BlockConvolution
+from sglang_dflash.draft.float8 import Float8Weights, scales_outputs
 from sglang_dflash.draft.pairs import CandidateSelector, MarkovHead, build_pairs
 
 # Where a checkpoint's separate projections go in SGLang's fused ones: (checkpoint, fused, shard).
@@ -99,6 +102,12 @@ class ConvolvedDecoderLayer(DFlashDecoderLayer):
 class DFlashDraftModel(nn.Module):
     """The block path (`forward`) and the inputs of the context path (`project_features`, the layers' k/v weights)."""
 
+    # SGLang reads it to find the layers that a quantised checkpoint names.
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
@@ -106,7 +115,14 @@ class DFlashDraftModel(nn.Module):
         num_features = len(self.dflash_config.target_layer_ids) * config.hidden_size
         # Sharded by its inputs and summed over the tensor-parallel ranks. It is half as large as a whole layer of the
         # target: to read all of it would take each rank longer than the sum.
-        self.fc = RowParallelLinear(num_features, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix))
+        # Only a checkpoint quantises it. `--speculative-draft-model-quantization` is for the layers.
+        self.fc = RowParallelLinear(
+            num_features,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config if "fc" in quantized_shapes(self.dflash_config) else None,
+            prefix=add_prefix("fc", prefix),
+        )
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         with layer_stack():
             self.layers = nn.ModuleList(
@@ -213,24 +229,31 @@ class DFlashDraftModel(nn.Module):
         """
         config = self.dflash_config
         expected, spare = expected_tensors(config), spare_tensors(config)
+        float8 = Float8Weights(config)
         params = dict(self.named_parameters())
         found: list[Tensor] = []
         vocabulary: dict[str, torch.Tensor] = {}
         for full_name, tensor in weights:
             found.append(Tensor(full_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
             name = checkpoint_name(full_name)
-            if found[-1].shape != (spare | expected).get(name):
+            tensor = tensor if tensor.shape else tensor[None]
+            if tensor.shape != (spare | expected).get(name):
                 continue
             if name in ("d2t", "t2d"):
                 vocabulary[name] = tensor
             elif name in expected:
-                if ".v_proj." in name and config.attention_value_scale != 1.0:
-                    # Both paths compute values with these weights.
-                    tensor = tensor.float() * config.attention_value_scale
-                _load(params, name, tensor)
+                for own_name, own in float8.to_load(name, tensor):
+                    _load(params, own_name, self._scaled(own_name, own))
         check_tensors(config, found)
         if config.draft_vocab_size is not None:
             self.target_tokens.copy_(draft_to_target(vocabulary["d2t"], vocabulary.get("t2d"), config))
+
+    def _scaled(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with `attention_value_scale` in it. Both paths compute values with these weights."""
+        factor = self.dflash_config.attention_value_scale
+        if factor == 1.0 or ".v_proj." not in name or not scales_outputs(name, tensor):
+            return tensor
+        return tensor.float() * factor
 
 
 def _load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.Sche
 _OVERLAP = "sglang.srt.managers.overlap_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _GRAPHS = "sglang.srt.model_executor.runner"
+_QUANTIZATION = "sglang.srt.layers.quantization"
 _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _ATTENTION = "sglang.srt.layers.attention"
 _FA3 = f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend"
@@ -421,6 +422,28 @@ USES = (
         (
             "sglang.srt.models.qwen3.Qwen3DecoderLayer",
             "sglang.srt.models.qwen3.Qwen3Attention",
+        ),
+    ),
+    Use(
+        "checkpoint/quantization.py",
+        "writes the configs that these read, with the names of layers that are not quantised",
+        (
+            "sglang.srt.model_loader.weight_utils.get_quant_config",
+            f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig.from_config",
+            f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig.get_quant_method",
+            f"{_QUANTIZATION}.compressed_tensors.utils.should_ignore_layer",
+            f"{_QUANTIZATION}.fp8.Fp8Config.from_config",
+            f"{_QUANTIZATION}.fp8.Fp8Config.get_quant_method",
+            f"{_QUANTIZATION}.utils.is_layer_skipped",
+        ),
+    ),
+    Use(
+        "draft/float8.py",
+        "loads weights and scales into the parameters that these make",
+        (
+            f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.create_weights",
+            f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w8a16_fp8.CompressedTensorsW8A16Fp8.create_weights",
+            f"{_QUANTIZATION}.fp8.Fp8LinearMethod.create_fp8_weight_",
         ),
     ),
     Use(

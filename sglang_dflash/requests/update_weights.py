@@ -72,6 +72,12 @@ def update_weights_from_disk(
     if not any(_of_all_ranks(formats.is_dflash(raw))):
         _check_target(path, raw.get("architectures"), manager.tp_worker.model_runner.model_config)
         return original(_without_drafter(manager), recv_req)
+    serving = manager.draft_worker.draft_model_runner.model.dflash_config
+    if serving.quantization is not None:
+        raise AdminError(
+            f"model_path={path} cannot replace the drafter that is served: its checkpoint has float8 weights "
+            f"({serving.path}), whose layout changes when they are loaded."
+        )
     quantization = get_spec().speculative_draft_model_quantization
     if quantization is not None:
         raise AdminError(
@@ -83,7 +89,6 @@ def update_weights_from_disk(
             f"model_path={path} cannot replace the drafter that is served: the KV in --hicache-storage-backend "
             f"{get_memory().hicache_storage_backend} is the served drafter's. Detach the storage first."
         )
-    serving = manager.draft_worker.draft_model_runner.model.dflash_config
     for problems in _of_all_ranks(receive_on_all_ranks(differences, path, serving)):
         if problems:
             reasons = "; ".join(problems).rstrip(".")

@@ -11,12 +11,13 @@ import logging
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_disagg, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash import hooks
 from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, resolve_block_size, resolve_tree
+from sglang_dflash.checkpoint.tensors import check_quantized_layers
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
 from sglang_dflash.recurrent.arguments import check_num_nodes
 from sglang_dflash.server_args import adaptive, backends, pair, refusals, tokenizer_workers, trees
@@ -36,6 +37,11 @@ def is_dflash(server_args: ServerArgs) -> bool:
 def serves_dflash() -> bool:
     """Return whether the server of this process speculates with DFLASH; for processes that are configured."""
     return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_dflash()
+
+
+def runs_cycles() -> bool:
+    """Return whether the server of this process decodes; one that prefills for others does not."""
+    return get_disagg().disaggregation_mode != "prefill"
 
 
 def begin_resolution(result: None, server_args: ServerArgs) -> None:
@@ -90,8 +96,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
     if target.is_recurrent:
         check_recurrent_arguments(server_args)
     drafter.check_tensor_parallel(cfg.tp_size)
+    check_quantized_layers(drafter, cfg.tp_size)
     pair.check_context_length(server_args, hf_config)
-    refusals.check_dtypes(server_args)
+    refusals.check_dtypes(server_args, drafter)
     refusals.check_host_cache(server_args, drafter, target)
     refusals.check_disaggregation(server_args, target)
     refusals.check_eagle_shape(server_args)

@@ -224,7 +224,7 @@ def draft_quantization(server_args: ServerArgs) -> str | None:
     return asked if asked == DRAFT_QUANTIZATION else None
 
 
-def check_dtypes(server_args: ServerArgs) -> None:
+def check_dtypes(server_args: ServerArgs, drafter: DFlashConfig) -> None:
     """Check the formats of the drafter's weights, and of the KV of target and drafter."""
     cfg = resolving_view(server_args)
     asked = server_args.speculative_draft_model_quantization
@@ -233,12 +233,23 @@ def check_dtypes(server_args: ServerArgs) -> None:
             f"--speculative-draft-model-quantization {asked}: DFLASH quantises a drafter's weights to "
             f"{DRAFT_QUANTIZATION}; give that, or leave the flag out."
         )
-    if asked == DRAFT_QUANTIZATION and cfg.dtype == "float32" and device_type(server_args) != "cpu":
+    if drafter.quantization is not None and asked is not None:
         raise ConfigError(
-            f"--speculative-draft-model-quantization {asked} with --dtype float32: SGLang has products of float8 "
-            "weights in bfloat16 and float16; leave one of them out."
+            f"--speculative-draft-model-quantization {asked}: the weights of drafter {drafter.path} are float8 "
+            "already; leave the flag out."
         )
-    if cfg.quantization is not None and asked != DRAFT_QUANTIZATION:
+    if cfg.dtype == "float32" and device_type(server_args) != "cpu":
+        if asked == DRAFT_QUANTIZATION:
+            raise ConfigError(
+                f"--speculative-draft-model-quantization {asked} with --dtype float32: SGLang has products of float8 "
+                "weights in bfloat16 and float16; leave one of them out."
+            )
+        if drafter.quantization is not None:
+            raise ConfigError(
+                f"--dtype float32 with the float8 weights of drafter {drafter.path}: SGLang has products of these in "
+                "bfloat16 and float16; leave the flag out."
+            )
+    if cfg.quantization is not None and asked != DRAFT_QUANTIZATION and drafter.quantization is None:
         logger.info("--quantization %s is the target's; DFLASH's drafter stays unquantised.", cfg.quantization)
     for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
         dtype = getattr(cfg, name)

@@ -194,7 +194,7 @@ def test_drafter_layers(tmp_path, fields, named):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}}, "attention_factor=0"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8'"),
         ({"dtype": "x"}, "dtype='x'"),
         ({"block_size": 10**30}, "block_size=1"),
         ({"architectures": 5}, "architectures=5"),

@@ -46,7 +46,7 @@ MODULES = {
 # torch, named tuples.
 FLASHINFERS = {"_plan_info", "_int_workspace_buffer", "_float_workspace_buffer", "_pin_memory_int_workspace_buffer"}
 FLASHINFERS |= {"_cached_module", "run"}
-FOREIGN = FLASHINFERS | {"_name_or_path", "pre_tokenizer", "decoder"}
+FOREIGN = FLASHINFERS | {"_name_or_path", "quantization_config", "pre_tokenizer", "decoder"}
 FOREIGN |= {"_reorder_linear_weight", "_linear_pointwise", "_replace", "keys", "values"}
 # Attributes of a class of ours that extends one of SGLang's.
 FOREIGN |= {"trees"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.quantized import compressed_config, linear_layers, quantize
 from transformers import Qwen3Config
 
 from models.hybrid import DRAFTER_DIR as HYBRID_DRAFTER_DIR
@@ -237,7 +238,59 @@ def hybrid_dflash2(path: Path) -> Path:
     return write(path, config | {"dflash_config": config["dflash_config"] | PARTS}, weights)
 
 
+def write_both(path: Path, config: dict, quantized: dict, rounded: dict) -> tuple[Path, Path]:
+    """Write a quantised checkpoint, and one with the same weights in float32."""
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    return write(path, config, quantized), write(path.with_name(f"{path.name}_rounded"), plain, rounded)
+
+
+def quantized_dynamic(path: Path) -> tuple[Path, Path]:
+    """Write llm-compressor's FP8_DYNAMIC of every linear layer, `fc` too, and the weights that it stands for."""
+    inputs = {"dynamic": True, "strategy": "token"}
+    config = CONFIG | {"quantization_config": compressed_config("channel", inputs, ["lm_head"])}
+    return write_both(path, config, *quantize(tensors(), linear_layers(tensors()), "channel"))
+
+
+def quantized_static(path: Path) -> tuple[Path, Path]:
+    """Write llm-compressor's FP8, static, without `fc`, with a value scale and biases."""
+    zlab_new_places(path.with_name("plain"))
+    config = json.loads((path.with_name("plain") / "config.json").read_text())
+    weights = load_file(path.with_name("plain") / "model.safetensors")
+    layers = [name for name in linear_layers(weights) if name != "fc"]
+    inputs = {"dynamic": False, "strategy": "tensor"}
+    config |= {"quantization_config": compressed_config("tensor", inputs, ["re:.*fc", "lm_head"])}
+    return write_both(path, config, *quantize(weights, layers, "tensor", inputs=True))
+
+
+def quantized_blocks(path: Path) -> tuple[Path, Path]:
+    """Write float8 in blocks, in which the layers of one MLP and the parts stay as they are."""
+    weights = tensors() | tensors_of_parts()
+    plain = [f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    layers = [name for name in linear_layers(weights) if name not in plain and "selector" not in name]
+    config = CONFIG | {
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": CONFIG["dflash_config"] | PARTS,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["model.layers.1.mlp", "candidate_selector"],
+        },
+    }
+    return write_both(path, config, *quantize(weights, layers, "block", inverse=True))
+
+
+def quantized_weights(path: Path) -> tuple[Path, Path]:
+    """Write only weights in float8, of the parts too, in the speculators format."""
+    config = speculators_config(speculators_model_type="dflash2", sliding_window_non_causal=True, block_size=8, **PARTS)
+    config |= {"quantization_config": compressed_config("tensor", None, [])}
+    weights = tensors() | tensors_of_parts(codebook_suffix=".weight")
+    return write_both(path, config, *quantize(weights, linear_layers(weights), "tensor"))
+
+
 # In groups of two, so that two servers can start together.
+QUANTIZED = [(quantized_dynamic, quantized_static), (quantized_blocks, quantized_weights)]
 FORMATS = [
     (speculators_symmetric, speculators_reduced),
     (zlab_new_places, zlab_default_layers),

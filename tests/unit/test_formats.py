@@ -282,7 +282,7 @@ def test_defaults_of_dspark():
         (DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": True}, "enable_confidence_head=True"),
         (DEEPSPEC | {"sample_from_anchor": False}, "sample_from_anchor=False"),
         (DEEPSPEC | {"has_embed_tokens": True}, "has_embed_tokens=True"),
-        (DEEPSPEC | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        (DEEPSPEC | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method='gptq'"),
         (DEEPSPEC | {"target_layer_ids": None}, "target_layer_ids=None"),
         (SPECULATORS | {"speculators_model_type": "dflash2", "draft_vocab_size": 512}, "draft_vocab_size=512"),
         (SPECULATORS | {"speculators_model_type": "dspark", "draft_vocab_size": 512}, "draft_vocab_size=512"),
