@@ -19,6 +19,7 @@ from sglang.srt.utils import log_info_on_rank0
 from sglang_dflash import ops
 from sglang_dflash.ops import small_m_linear
 from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, quantize_rows
+from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.vocab.shard import vocab_parts
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,10 @@ class Shortlist:
     def of(cls, lm_head: VocabParallelEmbedding, k: int) -> Shortlist | None:
         """Return the shortlist of an lm_head; None if it is too small, quantised, or not faster with one.
 
-        There is none either if SGLang's flags ask for a certain kernel (`small_m_linear.may_replace`).
+        There is none either if SGLang's flags ask for a certain kernel (`small_m_linear.may_replace`), and on a server
+        that only prefills.
         """
-        if not small_m_linear.may_replace():
+        if not (small_m_linear.may_replace() and runs_cycles()):
             return None
         parts = vocab_parts(lm_head)
         if type(lm_head.quant_method) is not UnquantizedEmbeddingMethod or len(parts) != 1:

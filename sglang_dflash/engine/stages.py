@@ -48,6 +48,7 @@ from sglang_dflash.memory.pool_sizing import CycleMemory, KVMemory
 from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.adaptive import asks_for_adaptive, log_fixed
+from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
 from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler
@@ -102,7 +103,8 @@ class LoadedModels:
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
-        k = num_candidates(server_args)
+        # A server without cycles has the chains' part of their state, which is the smallest.
+        k = num_candidates(server_args) if runs_cycles() else 1
         # SGLang gives out at most as many request slots as requests may run or arrive, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
         if get_disagg().disaggregation_mode == "decode":
@@ -113,7 +115,7 @@ class LoadedModels:
             block_size=block_size,
             mask_token_id=draft_model.dflash_config.mask_token_id,
             num_candidates=k,
-            asks_for_trees=asks_for_trees(server_args),
+            asks_for_trees=k > 1 and asks_for_trees(server_args),
             asks_for_adaptive=asks_for_adaptive(server_args),
             head=DraftHead.of(draft_model, unwrap_lora_layer(target_model.lm_head), tp_group, k),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
@@ -143,7 +145,9 @@ class Pools:
     def draft_window(block_size: int, page_size: int, req_to_token_pool: ReqToTokenPool) -> DraftWindow | None:
         """Return the drafter's window, which decides over which pool it runs; None: it sees the whole context."""
         size = get_spec().speculative_draft_window_size
-        return None if size is None else DraftWindow(size, page_size, block_size, req_to_token_pool)
+        if size is None or not runs_cycles():
+            return None
+        return DraftWindow(size, page_size, block_size, req_to_token_pool)
 
     @classmethod
     def measure(
@@ -279,8 +283,7 @@ class Serving:
         longest = runner if isinstance(runner, CycleGraphRunner) else None
         if longest is None and isinstance(runner, DecodeCudaGraphRunner):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
-        # A prefill server runs no cycles.
-        is_adaptive = get_spec().speculative_adaptive and get_disagg().disaggregation_mode != "prefill"
+        is_adaptive = get_spec().speculative_adaptive and runs_cycles()
         if is_adaptive and longest is None and target_runner.device != "cpu":
             # Flags have been checked (`server_args.adaptive`), but SGLang leaves graphs out for other reasons too.
             obstacle = "SGLang captured no CUDA graphs of the target"

@@ -18,6 +18,7 @@ from sglang_dflash.attention.plan import INDEX_DTYPES
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.errors import ConfigError
+from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.pair import load_drafter_config
 from sglang_dflash.verify import sampler
 
@@ -68,7 +69,7 @@ class CycleMemory:
     """Memory of decode cycles that is not in the pools, on one rank, in bytes.
 
     It is that of the largest CUDA graph, in whose memory the other graphs are, and of a cycle without a graph if more
-    requests may run than the largest graph has.
+    requests may run than the largest graph has. A server that only prefills has none but `context`.
 
     Attributes:
         logits: the target's logits of all verified tokens (see `logit_bytes`).
@@ -89,7 +90,7 @@ class CycleMemory:
     def of(cls, configurator: KVCacheConfigurator) -> CycleMemory:
         """Return the memory of the server that the target's pools are configured for."""
         model_config, block_size = configurator.model_config, get_spec().speculative_num_draft_tokens
-        running = get_schedule().max_running_requests
+        running = get_schedule().max_running_requests if runs_cycles() else 0
         decode = get_exec().graph.cuda_graph_config.decode
         # SGLang captures no graph for more requests than may run.
         captured = 0 if decode.backend == Backend.DISABLED else min(decode.max_bs, running)

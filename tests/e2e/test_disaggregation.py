@@ -107,6 +107,15 @@ def test_text_and_acceptance(both, plain, settings, prompts, oracle):
     assert (retractions > 0) is bool(settings.env)
 
 
+def test_only_decode_reserves_memory_for_cycles(both):
+    prefill, decode = (
+        server.internal_state()["sglang_dflash"]["cycle_bytes"] for server in (both.prefill, both.decode)
+    )
+    # Prompts need the drafter's projections of its context, and penalties.
+    assert {name for name, num_bytes in prefill.items() if num_bytes} == {"context", "penalties"}
+    assert decode["logits"] > 0 and decode["sampler"] > 0
+
+
 def test_penalties_in_slots_of_other_requests(both, plain, prompts):
     penalties = {"frequency_penalty": 0.8}, {"repetition_penalty": 1.4}, {"presence_penalty": 0.9, "min_new_tokens": 20}
     requests = [

@@ -185,6 +185,15 @@ def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
         assert CycleMemory.of(kvc).draft_logits == 0
 
 
+def test_a_prefill_server_has_no_memory_for_cycles():
+    args = server_args(TARGET_DIR, DRAFTER_DIR, disaggregation_mode="prefill", max_running_requests=8)
+    model = ModelConfig.from_server_args(args)
+    with served(args):
+        memory = CycleMemory.of(configurator(args, model, DTYPE))
+    # Prompts are projected too.
+    assert memory.context > 0 and memory.total == memory.context
+
+
 @pytest.mark.parametrize("name", ["DFLASH", "dflash", "DFlash"])
 def test_rows_have_room_for_blocks(name):
     """There is room for two blocks past the committed tokens, and a page, in any spelling of the algorithm."""
