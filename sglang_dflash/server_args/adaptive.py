@@ -77,7 +77,13 @@ def is_adaptive(server_args: ServerArgs) -> bool:
     """
     if asks_for_adaptive(server_args):
         return True
-    if server_args.speculative_adaptive_config == FIXED or device_type(server_args) not in ADAPTIVE_DEVICES:
+    # A prefill server runs no cycles.
+    is_prefill_server = resolving_view(server_args).disaggregation_mode == "prefill"
+    if (
+        server_args.speculative_adaptive_config == FIXED
+        or is_prefill_server
+        or device_type(server_args) not in ADAPTIVE_DEVICES
+    ):
         return False
     obstacle = default_obstacle(server_args)
     if obstacle is not None:

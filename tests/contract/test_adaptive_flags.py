@@ -58,6 +58,11 @@ def test_it_adapts_with_other_flags(caplog, flags):
     assert resolved(caplog, **flags, speculative_adaptive=True) == (True, [])
 
 
+def test_servers_without_cycles_say_nothing(caplog):
+    assert resolved(caplog, disaggregation_mode="prefill") == (False, [])
+    assert resolved(caplog, disaggregation_mode="decode") == (True, [])
+
+
 def test_a_flag_fixes_it(caplog):
     assert resolved(caplog, speculative_adaptive_config="fixed") == (False, [])
 
