@@ -19,7 +19,16 @@ from sglang_dflash.memory import limits, pool_sizing, stored_kv
 from sglang_dflash.recurrent import pool as recurrent_pool
 from sglang_dflash.recurrent import prefix_cache
 from sglang_dflash.recurrent import verify as recurrent_verify
-from sglang_dflash.requests import admin, answer_tokens, failing, finishing, stop_regex, update_weights, validate
+from sglang_dflash.requests import (
+    admin,
+    answer_tokens,
+    failing,
+    finishing,
+    received,
+    stop_regex,
+    update_weights,
+    validate,
+)
 from sglang_dflash.server_args import arguments
 from sglang_dflash.verify import failures, logits, sampler
 from sglang_dflash.version import __version__
@@ -226,9 +235,16 @@ HOOKS = [
         until="SGLang checks the types and ranges of request fields when it reads them",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+        kind=HookType.AROUND,
+        function=received.handle_generate_request,
+        why="requests of other front ends, whose values nothing has checked, end the server",
+        until="SGLang checks values where the scheduler receives them",
+    ),
+    Hook(
         target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
         kind=HookType.REPLACE,
-        function=validate.refuse_request,
+        function=received.refuse_request,
         why="the in-tree check accepts parameters that its worker then ignores",
         until="SGLang asks the worker which requests it supports",
     ),
@@ -419,7 +435,7 @@ HOOKS = [
     Hook(
         target="sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
         kind=HookType.AFTER,
-        function=validate.make_harmless,
+        function=received.make_harmless,
         why="a refused request is still prefilled, and what is wrong with it fails there again",
         until="SGLang answers a refused request without running it",
     ),

@@ -639,7 +639,17 @@ USES = (
         ),
     ),
     Use(
-        "requests/validate.py",
+        "requests/received.py",
+        "checks and resets its fields, and has SGLang make a request that it then refuses",
+        (
+            f"{_RELOADS}.TokenizedGenerateReqInput",
+            f"{_SCHEDULER}._handle_generate_request",
+            f"{_PARAMS}.SamplingParams.normalize",
+            f"{_PARAMS}.SamplingParams.verify",
+        ),
+    ),
+    Use(
+        "requests/received.py",
         "changes them in a refused request",
         (
             f"{_REQ}.return_routed_experts",

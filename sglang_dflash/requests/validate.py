@@ -1,4 +1,8 @@
-"""Refuse requests that cannot be served, with a 400 that names the field. No field is ignored silently."""
+"""Refuse requests that cannot be served, with a 400 that names the field. No field is ignored silently.
+
+Clients of the HTTP server, of the native gRPC server and of an Engine get here. :mod:`sglang_dflash.requests.received`
+checks what reaches the scheduler by any way.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,16 @@ import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
+from sglang.srt.managers.io_struct import (
+    EmbeddingReqInput,
+    GenerateReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.runtime_context import get_exec, get_observability
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.runtime_context import get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -118,25 +126,35 @@ def generate_request(
             check_sampling_params(each, vocab_size)
         if obj.contains_mm_input() and mambaish_config(manager.model_config) is not None:
             raise ValueError("image, video and audio are not supported with DFLASH for a target with recurrent layers.")
-        _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
-        _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
-        _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
+        check_logprobs(obj, vocab_size)
         n = max((each.get("n") or 1 for each in params), default=1)
         if n > max(FREE_N, MAX_ANSWERS // num_prompts):
             raise ValueError(
                 f"n={n} asks for {num_prompts * n} answers: a request may have at most {MAX_ANSWERS} answers."
             )
-        for name in REFUSED_POSITIONS:
-            if getattr(obj, name) is not None:
-                raise ValueError(
-                    f"{name} is not supported with DFLASH: leave it out (of /v1/score, score_extraction_token) to get "
-                    "the scores of all tokens of a prompt."
-                )
+        check_positions(obj)
         check_lists(obj, num_prompts, is_batch or n > 1)
         check_objects(obj)
         if get_observability().enable_metrics:
             check_custom_labels(obj.custom_labels or {})
     return original(manager, obj, *args, **kwargs)
+
+
+def check_logprobs(obj: GenerateReqInput | TokenizedGenerateReqInput, vocab_size: int) -> None:
+    """Raise ValueError if a request asks for log probabilities that there are not."""
+    _check_integers("top_logprobs_num", obj.top_logprobs_num, 0, vocab_size)
+    _check_integers("token_ids_logprob", obj.token_ids_logprob, 0, vocab_size - 1)
+    _check_integers("logprob_start_len", obj.logprob_start_len, -1, _LARGEST["max_new_tokens"])
+
+
+def check_positions(obj: GenerateReqInput | TokenizedGenerateReqInput) -> None:
+    """Raise ValueError if a request asks for scores of some tokens of its prompt."""
+    for name in REFUSED_POSITIONS:
+        if getattr(obj, name) is not None:
+            raise ValueError(
+                f"{name} is not supported with DFLASH: leave it out (of /v1/score, score_extraction_token) to get the "
+                "scores of all tokens of a prompt."
+            )
 
 
 def check_prompts(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[int, bool]:
@@ -162,7 +180,7 @@ def check_prompts(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> t
             if name == "input_ids":
                 _check_tokens(prompt, vocab_size)
             elif name == "input_embeds":
-                _check_embeddings(prompt, hidden_size)
+                check_embeddings(prompt, hidden_size)
         here = (len(prompts) if is_batch else 1), is_batch
         if found not in (None, here):
             raise ValueError(
@@ -185,7 +203,8 @@ def _check_tokens(prompt: list, vocab_size: int) -> None:
             )
 
 
-def _check_embeddings(prompt: list, hidden_size: int) -> None:
+def check_embeddings(prompt: list, hidden_size: int) -> None:
+    """Raise ValueError for embeddings that the model does not have."""
     if not prompt:
         raise ValueError("input_embeds has a prompt without tokens: give at least one token.")
     for token in prompt:
@@ -235,6 +254,24 @@ def check_custom_labels(labels: dict[str, str]) -> None:
 def check_sampling_params(params: object, vocab_size: int) -> None:
     """Raise ValueError for a sampling parameter that SGLang would refuse too late, or not at all."""
     _check_fields("sampling parameter", "sampling_params", params, _TYPES)
+    _check_values(params, vocab_size)
+    if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
+        raise ValueError("watermark is not supported with DFLASH.")
+
+
+def check_read_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError for a value that :func:`check_sampling_params` refuses, and that a front end has let pass.
+
+    Args:
+        params: as SGLang keeps them. Their types are right, as they have been decoded.
+    """
+    fields = {name: getattr(params, name) for name in _TYPES}
+    _check_values(fields | {"stop_regex": params.stop_regex_strs}, vocab_size)
+    if params.watermark is not None:
+        raise ValueError("watermark is not supported with DFLASH.")
+
+
+def _check_values(params: dict, vocab_size: int) -> None:
     for name, value in params.items():
         # None means the default.
         if value is None:
@@ -247,8 +284,6 @@ def check_sampling_params(params: object, vocab_size: int) -> None:
             )
     if (params.get("beam_width") or 1) > 1:
         raise ValueError(f"beam_width={params['beam_width']} is not supported with DFLASH.")
-    if (params.get("watermark") or {"enabled": False}).get("enabled") is not False:
-        raise ValueError("watermark is not supported with DFLASH.")
     # SGLang compares it with numbers, so None is refused too.
     if "n" in params and (params["n"] or 0) < 1:
         raise ValueError(f"n={params['n']} asks for no answer: give 1 or more.")
@@ -306,68 +341,9 @@ def _check_integers(name: str, values: object, smallest: int, largest: int) -> N
         raise ValueError(f"{name} has {values!r}: give an integer from {smallest} to {largest}.")
 
 
-def refuse_request(req: Req, enable_overlap: bool) -> str | None:
-    """REPLACE `dflash_utils.validate_dflash_request`.
-
-    Returns:
-        The message of the 400, or None if the request is served.
-    """
-    return _malformed(req) or _not_supported(req)
-
-
-def make_harmless(result: None, req: Req, *args, **kwargs) -> None:
-    """AFTER `Req.set_finish_with_abort`: reset fields of a refused request.
-
-    SGLang still runs one prefill for it, which would fail over the same fields.
-    """
-    if not serves_dflash():
-        return
-    for name in REFUSED_OUTPUTS:
-        setattr(req, name, False)
-    req.custom_logit_processor = None
-    req.sampling_params = SamplingParams(temperature=0, max_new_tokens=1)
-    req.sampling_params.normalize(None)
-
-
 def keep_embeddings_apart(original, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
     """AROUND `PrefillAdder.add_one_req`: keep prompts of embeddings and of tokens in different batches."""
     others = adder.can_run_list
     if others and serves_dflash() and (others[0].input_embeds is None) != (req.input_embeds is None):
         return AddReqResult.OTHER
     return original(adder, req, *args, **kwargs)
-
-
-def _malformed(req: Req) -> str | None:
-    """Return the message for a request that SGLang accepts and that would end the server, else None."""
-    ids = req.origin_input_ids
-    if not ids:
-        return "input_ids is empty: give at least one token."
-    # Hashes of images, from an earlier turn of a session, are outside of the vocabulary.
-    if req.multimodal_inputs is None and not (min(ids) >= 0 and max(ids) < req.vocab_size):
-        outside = next(token for token in ids if not 0 <= token < req.vocab_size)
-        return (
-            f"input_ids has {outside}, which is not a token of the model: give integers from 0 to {req.vocab_size - 1}."
-        )
-    params = req.sampling_params
-    if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
-        return f"min_p={params.min_p} is not supported with --enable-deterministic-inference: leave it out."
-    if req.custom_logit_processor is not None:
-        return _malformed_processor(req.custom_logit_processor)
-    return None
-
-
-def _malformed_processor(processor: str) -> str | None:
-    try:
-        unpacked = CustomLogitProcessor.from_str(processor)
-    except Exception as error:  # The code of a client may raise anything.
-        return f"custom_logit_processor cannot be unpacked: {type(error).__name__}: {error}"
-    if not callable(unpacked):
-        return f"custom_logit_processor is a {type(unpacked).__name__}: give a callable that takes logits."
-    return None
-
-
-def _not_supported(req: Req) -> str | None:
-    for name in REFUSED_OUTPUTS:
-        if getattr(req, name):
-            return f"{name}={getattr(req, name)!r} is not supported with DFLASH."
-    return None

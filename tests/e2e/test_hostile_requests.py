@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from serving import SYNC, Settings, assert_same_answers, generate_body
+from serving import SYNC, Settings, assert_same_answers, generate_body, with_plugin
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
@@ -49,7 +49,7 @@ TEXT_LOG = (("log-requests-level", 2), ("log-requests-format", "text"))
 JSON_LOG = (("log-requests-level", 3), ("log-requests-format", "json"))
 # Prompts and decoding requests in one batch, too.
 MIXED = (("enable-mixed-chunk", True), ("chunked-prefill-size", 64))
-OVERLAP = Settings("hostile-overlap", flags=(*FLAGS, *MIXED, *OBSERVED, *TEXT_LOG))
+OVERLAP = Settings("hostile-overlap", flags=(*FLAGS, *MIXED, *OBSERVED, *TEXT_LOG), env=with_plugin("late_edits"))
 SYNCHRONOUS = Settings("hostile-sync", flags=(*FLAGS, SYNC, *OBSERVED, *JSON_LOG))
 in_both = pytest.mark.parametrize("settings", [OVERLAP, SYNCHRONOUS], indirect=True, ids=str)
 in_overlap = pytest.mark.parametrize("settings", [OVERLAP], indirect=True, ids=str)
@@ -152,6 +152,32 @@ REFUSED = {
             ["a", "["],
         )
     ],
+}
+# Fields of tokenised requests, as front ends without checks hand them to the scheduler.
+UNCHECKED = {
+    "temperature": [{"sampling_params": {"temperature": value}} for value in (-1.0, 1e-300, 1e300, float("nan"))],
+    "top_p": [{"sampling_params": {"top_p": value}} for value in (0.0, 1e-50, float("nan"))],
+    "top_k": [{"sampling_params": {"top_k": value}} for value in (0, 2**40)],
+    "min_p": [{"sampling_params": {"min_p": 2.0}}],
+    "repetition_penalty": [{"sampling_params": {"repetition_penalty": 1e-300}}],
+    "frequency_penalty": [{"sampling_params": {"frequency_penalty": float("nan")}}],
+    "max_new_tokens": [{"sampling_params": {"max_new_tokens": 2**63, "min_new_tokens": 0}}],
+    "min_new_tokens": [{"sampling_params": {"min_new_tokens": -5}}],
+    "logit_bias": [{"sampling_params": {"logit_bias": {token: 1e39}}} for token in ("5", "99999")],
+    "stop_token_ids": [{"sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}],
+    "stop_regex": [{"sampling_params": {"stop_regex_strs": ["a{1,99999999999}"]}}],
+    "invalid literal": [{"sampling_params": {"logit_bias": {"x": 1.0}}}],
+    "beam_width": [{"sampling_params": {"beam_width": 4}}],
+    "sampling_seed": [{"sampling_params": {"sampling_seed": 2**63}}],
+    "top_logprobs_num": [{"return_logprob": True, "top_logprobs_num": value} for value in (-1, 10**6)],
+    "token_ids_logprob": [{"return_logprob": True, "token_ids_logprob": [VOCAB_SIZE]}],
+    "logprob_start_len": [{"return_logprob": True, "logprob_start_len": -7}],
+    "input_embeds": [{"input_embeds": embeds} for embeds in ([], [[0.5]], [[0.5] * 256, []])],
+    "input_ids": [{"input_ids": ids} for ids in (None, [-1], [VOCAB_SIZE])],
+    "custom_logit_processor": [{"custom_logit_processor": "{}"}],
+    "return_routed_experts": [{"return_routed_experts": True}],
+    "token_indices_to_pool": [{"token_indices_to_pool": [5]}],
+    "multi_item_delimiter_indices": [{"multi_item_delimiter_indices": [0]}],
 }
 # What sounds as bad and is answered.
 SERVED = {
@@ -394,6 +420,18 @@ def test_requests_that_fail_alone(server):
     for request, response in zip(fails, responses[len(left) :]):
         assert response.status_code == 400, f"{shown(request)}: {response.text}"
         assert message(response).startswith("custom_logit_processor failed: ")
+
+
+@in_overlap
+def test_requests_that_no_front_end_has_checked(server):
+    cases = [(named, fields) for named, each in UNCHECKED.items() for fields in each]
+    bodies = [body({"routing_key": f"late: {json.dumps(fields)}"}) for _, fields in cases]
+    with ThreadPoolExecutor(16) as threads:
+        responses = list(threads.map(lambda request: post(server, request), bodies))
+
+    for (named, fields), response in zip(cases, responses):
+        assert response.status_code == 400, f"{fields}: {response.text}"
+        assert named in message(response), fields
 
 
 @in_both
