@@ -16,6 +16,7 @@ from sglang_dflash import ops
 from sglang_dflash.draft.model import DFlashDraftModel
 from sglang_dflash.draft.pairs import CandidateSelector, MarkovHead
 from sglang_dflash.draft.shortlist import Shortlist
+from sglang_dflash.draft.texts import Copies
 from sglang_dflash.types import Block
 from sglang_dflash.vocab.argmax import VocabArgmax
 from sglang_dflash.vocab.top import Top, VocabTop
@@ -116,20 +117,28 @@ class DraftHead:
         ops.follow_table(candidates, ranks, block_tokens)
         return block_tokens
 
-    def table(self, hidden_states: torch.Tensor, block: Block, bigram_tables: torch.Tensor | None) -> Table:
+    def table(
+        self,
+        hidden_states: torch.Tensor,
+        block: Block,
+        bigram_tables: torch.Tensor | None,
+        texts: torch.Tensor | None = None,
+    ) -> Table:
         """Return how probable each candidate is after each candidate of the position before.
 
         Args:
             hidden_states: as in :meth:`__call__`.
             block: the same requests, with their parameters and keys.
             bigram_tables: see `ops.fill_table`. None: texts do not count.
+            texts: see `ops.place_copies`. None: nothing is copied from them.
         """
         bs = block.seq_lens.shape[0]
         of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
         if self._pairs is None:
             candidates, logits, log_sums = self.candidates(hidden_states, bs)
+            copies = Copies.place(texts, block, candidates, logits)
             table = ops.fill_table(candidates, logits, log_sums, *of_requests, block.req_pool_indices)
-            return candidates, *table
+            return candidates, *copies.weigh(*table)
         rows, bonus_tokens = self._drafting_rows(hidden_states, bs), block.input_ids.view(bs, -1)[:, 0]
         logits, tokens, _ = self._best(hidden_states, bs)
         candidates = tokens.view(bs, rows.shape[1], -1)
@@ -137,11 +146,12 @@ class DraftHead:
         logits = logits.view(candidates.shape) * self._multiplier
         if self._softcap is not None:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        copies = Copies.place(texts, block, candidates, logits)
         vectors = self._pairs(rows, bonus_tokens, candidates)
         table = ops.fill_pair_table(
             bonus_tokens, candidates, logits, vectors, self._num_children, *of_requests, block.req_pool_indices
         )
-        return candidates, *table
+        return candidates, *copies.weigh(*table)
 
     def __call__(self, block_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft the tokens of blocks.

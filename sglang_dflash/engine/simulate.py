@@ -23,6 +23,7 @@ from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash import ops
 from sglang_dflash.draft.head import DraftHead, Table
+from sglang_dflash.draft.texts import Copies
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.types import Acceptance, Block
 
@@ -249,12 +250,19 @@ class RecordedHead:
         block_tokens[:, 1:] = candidates[..., 0]
         return block_tokens
 
-    def table(self, hidden_states: torch.Tensor, block: Block, bigram_tables: torch.Tensor | None) -> Table:
+    def table(
+        self,
+        hidden_states: torch.Tensor,
+        block: Block,
+        bigram_tables: torch.Tensor | None,
+        texts: torch.Tensor | None = None,
+    ) -> Table:
         _, _, log_sums = self._head.candidates(hidden_states, block.seq_lens.shape[0])
         candidates, log_probs = self._recorded.drafts(block, self.num_candidates)
+        copies = Copies.place(texts, block, candidates, log_probs)
         of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
         table = ops.fill_table(candidates, log_probs, torch.zeros_like(log_sums), *of_requests, block.req_pool_indices)
-        return candidates, *table
+        return candidates, *copies.weigh(*table)
 
 
 def simulation(device: torch.device) -> Simulation:

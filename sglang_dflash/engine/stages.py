@@ -28,6 +28,7 @@ from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
+from sglang_dflash.draft.texts import Texts
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive.controller import (
     CYCLES_PER_CHOICE,
@@ -70,6 +71,7 @@ class LoadedModels:
         head: the drafter's lm_head.
         sampler: chooses tokens for requests that need SGLang's sampler.
         bigrams: pairs of tokens in the texts of all running requests; None for chains.
+        texts: of all running requests; None for chains.
         metrics: acceptance and stage times.
         keys: of the running requests' noise.
     """
@@ -82,6 +84,7 @@ class LoadedModels:
     head: DraftHead
     sampler: FallbackSampler
     bigrams: Bigrams | None
+    texts: Texts | None
     metrics: CycleMetrics
     keys: RequestKeys
 
@@ -120,6 +123,7 @@ class LoadedModels:
             head=DraftHead.of(draft_model, unwrap_lora_layer(target_model.lm_head), tp_group, k),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
             bigrams=Bigrams(num_slots, device) if k > 1 else None,
+            texts=Texts(num_slots, target_runner.model_config.vocab_size, device) if k > 1 else None,
             metrics=CycleMetrics(block_size, device),
             keys=keys,
         )
@@ -185,12 +189,13 @@ class BuiltCycle:
     Attributes:
         cycle: chains or trees.
         head: the drafter's lm_head, for chains or for trees.
-        bigrams: see :class:`LoadedModels`.
+        bigrams, texts: see :class:`LoadedModels`.
     """
 
     cycle: DecodeCycle
     head: DraftHead | RecordedHead
     bigrams: Bigrams | None
+    texts: Texts | None
 
     @classmethod
     def build(
@@ -201,11 +206,11 @@ class BuiltCycle:
         Raises:
             ConfigError: the user asked for trees of a target that has none.
         """
-        k, head, bigrams = loaded.num_candidates, loaded.head, loaded.bigrams
+        k, head, bigrams, texts = loaded.num_candidates, loaded.head, loaded.bigrams, loaded.texts
         obstacle = _default_tree_obstacle(loaded, target_runner)
         if obstacle is not None:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
-            k, bigrams = 1, None
+            k, bigrams, texts = 1, None, None
             lm_head = unwrap_lora_layer(target_runner.model.lm_head)
             head = DraftHead.of(draft_runner.model, lm_head, get_parallel().tp_group, k=1)
         simulated = simulation(draft_runner.device)
@@ -228,6 +233,7 @@ class BuiltCycle:
                 attention=TreeAttentionBackend(target_runner),
                 num_candidates=head.num_candidates,
                 bigrams=bigrams,
+                texts=texts,
                 counts_accepted=get_spec().speculative_adaptive or loaded.metrics.are_exported,
             )
         cycle = DecodeCycle(
@@ -241,7 +247,7 @@ class BuiltCycle:
             simulation=simulated,
             clock=loaded.metrics.clock,
         )
-        return cls(cycle, head, bigrams)
+        return cls(cycle, head, bigrams, texts)
 
 
 def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> str | None:
@@ -327,6 +333,7 @@ def describe(
         | {
             "penalties": loaded.sampler.penalty_bytes,
             "bigrams": 0 if built.bigrams is None else built.bigrams.nbytes,
+            "texts": 0 if built.texts is None else built.texts.nbytes,
         },
         "adaptive_graphs": _describe_graphs(serving.graphs),
         "recurrent_states": None if pools.states is None else pools.states.describe(),

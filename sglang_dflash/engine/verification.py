@@ -30,6 +30,7 @@ from sglang_dflash.attention.trees import ChainAttentionBackend, TreeAttentionBa
 from sglang_dflash.attention.verify_input import DFlashVerifyInput
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
+from sglang_dflash.draft.texts import Texts
 from sglang_dflash.engine.adaptive.acceptance import AcceptanceModel, ChainAcceptance, TreeAcceptance
 from sglang_dflash.engine.backends import build_backend, override_num_draft_tokens
 from sglang_dflash.engine.simulate import Simulation
@@ -296,6 +297,7 @@ class TreeVerification(Verification):
         attention: TreeAttentionBackend,
         num_candidates: int,
         bigrams: Bigrams,
+        texts: Texts,
         counts_accepted: bool,
     ) -> None:
         """
@@ -304,11 +306,12 @@ class TreeVerification(Verification):
             attention: of the target's layers with KV.
             num_candidates: K.
             bigrams: pairs of tokens in the texts of all running requests.
+            texts: of all running requests.
             counts_accepted: fill `Verified.tree_counts`.
         """
         super().__init__(target_runner, num_tokens, block_size, simulation)
         self._attention, self._eager_backend = attention, attention.of_target()
-        self._num_candidates, self._bigrams = num_candidates, bigrams
+        self._num_candidates, self._bigrams, self._texts = num_candidates, bigrams, texts
         # By the nodes of a tree: see `Verified.tree_counts`. CUDA graphs hold its address.
         self._counts = None
         if counts_accepted:
@@ -355,7 +358,7 @@ class TreeVerification(Verification):
     def draft(self, head: DraftHead, hidden_states: torch.Tensor, batch: ForwardBatch, block: Block) -> Drafts:
         bs, trees = batch.batch_size, self._trees(batch)
         block_tokens = block.input_ids.view(bs, -1)
-        candidates, log_probs, ranks = head.table(hidden_states, block, self._bigrams.tables)
+        candidates, log_probs, ranks = head.table(hidden_states, block, self._bigrams.tables, self._texts.tokens)
         ops.grow_trees(
             block_tokens[:, 0],
             candidates,
@@ -397,6 +400,7 @@ class TreeVerification(Verification):
         self._simulation.set_paths(paths)
         # Chains are decided later: see `accept_chains`.
         self._bigrams.add(batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
+        self._texts.add(batch.req_pool_indices, batch.seq_lens, accepted, block.is_chain)
         self._attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
         counts = None
@@ -423,6 +427,7 @@ class TreeVerification(Verification):
     ) -> Acceptance:
         accepted = super().accept_chains(block_tokens, target_tokens, seq_lens, req_pool_indices)
         self._bigrams.add(req_pool_indices, block_tokens[:, 0], accepted)
+        self._texts.add(req_pool_indices, seq_lens, accepted)
         return accepted
 
     def context_slots(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> torch.Tensor:

@@ -142,7 +142,7 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def begin_requests(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> list | None:
-        """Begin all state that requests have by slot: penalty counts, bigrams, recurrent states kept for the cache.
+        """Begin all state that requests have by slot: penalty counts, bigrams, texts, recurrent states for the cache.
 
         Every request comes through here before its first decode cycle. A prompt that is prefilled in chunks comes with
         each of them, and begins anew.
@@ -159,6 +159,8 @@ class DFlashWorker(BaseSpecWorker):
             self._pools.states.begin_prefill(batch)
         if self._built.bigrams is not None:
             self._built.bigrams.begin(batch, next_token_ids)
+        if self._built.texts is not None:
+            self._built.texts.begin(batch, next_token_ids)
         return failures
 
     def begin_transferred(self, batch: ScheduleBatch) -> None:
@@ -166,6 +168,8 @@ class DFlashWorker(BaseSpecWorker):
         self._loaded.sampler.begin_transferred(batch)
         if self._built.bigrams is not None:
             self._built.bigrams.begin_transferred(batch)
+        if self._built.texts is not None:
+            self._built.texts.begin_transferred(batch)
 
     def _decode(
         self, batch: ScheduleBatch, on_publish: Callable | None, grammar_barrier: Callable | None

@@ -35,6 +35,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.index_kv import index_kv
     from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
     from sglang_dflash.ops.kernels.move_kv import move_kv
+    from sglang_dflash.ops.kernels.place_copies import place_copies
     from sglang_dflash.ops.kernels.prepare_block import prepare_block
     from sglang_dflash.ops.kernels.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.ops.kernels.read_clock import read_clock
@@ -44,7 +45,9 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.split_kv import split_kv
     from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
+    from sglang_dflash.ops.kernels.weigh_copies import weigh_copies
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
+    from sglang_dflash.ops.kernels.write_texts import write_texts
 else:
     from sglang_dflash.ops.reference.accept_paths import accept_paths
     from sglang_dflash.ops.reference.accept_prefix import accept_prefix
@@ -65,6 +68,7 @@ else:
     from sglang_dflash.ops.reference.index_kv import index_kv
     from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows
     from sglang_dflash.ops.reference.move_kv import move_kv
+    from sglang_dflash.ops.reference.place_copies import place_copies
     from sglang_dflash.ops.reference.prepare_block import prepare_block
     from sglang_dflash.ops.reference.qk_norm_rope_set_kv import qk_norm_rope_set_kv
     from sglang_dflash.ops.reference.read_clock import read_clock
@@ -74,7 +78,9 @@ else:
     from sglang_dflash.ops.reference.split_kv import split_kv
     from sglang_dflash.ops.reference.top_columns import top_columns
     from sglang_dflash.ops.reference.verify_block import verify_block
+    from sglang_dflash.ops.reference.weigh_copies import weigh_copies
     from sglang_dflash.ops.reference.write_context_kv import write_context_kv
+    from sglang_dflash.ops.reference.write_texts import write_texts
 
 __all__ = [
     "accept_paths",
@@ -96,6 +102,7 @@ __all__ = [
     "index_kv",
     "linear_few_rows",
     "move_kv",
+    "place_copies",
     "prepare_block",
     "qk_norm_rope_set_kv",
     "read_clock",
@@ -106,5 +113,7 @@ __all__ = [
     "split_trees",
     "top_columns",
     "verify_block",
+    "weigh_copies",
     "write_context_kv",
+    "write_texts",
 ]

@@ -67,7 +67,7 @@ def register():
         # As `_run_cycle` got it from `graphs.inputs`.
         block = graphs._inputs[bs].block
         # What a cycle reads and changes, besides the slots of its own tokens.
-        changed = [] if bigrams is None else [bigrams.tables]
+        changed = [] if bigrams is None else [bigrams.tables, worker._built.texts.tokens]
         states = cycle._states
         if states is not None:
             changed += [states._states.conv, states._states.temporal]

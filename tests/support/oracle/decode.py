@@ -89,7 +89,7 @@ def dflash_generate(
             pairs = pair_scores(drafter, hidden)
             # A drafter with pairs has its own number of candidates.
             k = num_candidates if pairs is None else drafter.pairs.num_candidates
-            drafts = Drafts(log_probs, drafter.token_ids, k, text, pairs, num_children=num_candidates)
+            drafts = Drafts(*of_all_tokens(log_probs, drafter.token_ids, target), k, text, pairs, num_candidates)
             tree = grow_tree(drafts, num_nodes)
             path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
             accepted = target_tokens[path].tolist()
@@ -287,6 +287,18 @@ def draft_block(
     seen_kv = [(keys[:, :, seen_from:], values[:, :, seen_from:]) for keys, values in context_kv]
     hidden = drafter(block_embeds[None, None], block_positions[None, None], seen_kv, context_positions[None])
     return hidden[0, 0, 0 if is_shifted else 1 :]
+
+
+def of_all_tokens(log_probs: Tensor, token_ids: Tensor, target: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return log probabilities and tokens of the target's vocabulary: [W - 1, V] and [V].
+
+    Args:
+        log_probs, token_ids: of the drafter's vocabulary. Its other tokens are impossible, but may be copied.
+        target: the target.
+    """
+    every = torch.arange(target.get_input_embeddings().num_embeddings, device=log_probs.device)
+    known = torch.full((len(log_probs), len(every)), -math.inf, device=log_probs.device)
+    return known.index_copy_(1, token_ids, log_probs), every
 
 
 def pair_scores(drafter: ReferenceDrafter, hidden: Tensor) -> Callable[[int, int, Tensor], Tensor] | None:

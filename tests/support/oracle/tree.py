@@ -13,9 +13,12 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
+# Longer matches of the text's end are not preferred to each other.
+LOOKUP = 4
+
 
 class Text:
-    """Set of the token pairs in a request's text so far.
+    """A request's text so far, with the set of its token pairs.
 
     The cycle keeps a 16-bit tag of each pair in a table of 4,096 entries, where a later pair overwrites an earlier one.
     This class does the same, because an overwritten pair sometimes changes a tree.
@@ -23,6 +26,7 @@ class Text:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.last = tokens[-1] if tokens else None
+        self._kept = list(tokens[-16384:])
         self._tags = dict(self._locate(first, second) for first, second in pairwise(tokens))
 
     @staticmethod
@@ -33,6 +37,23 @@ class Text:
     def has(self, first: int, second: int) -> bool:
         place, tag = self._locate(first, second)
         return self._tags.get(place, 0) == tag
+
+    def copy(self, num_depths: int) -> tuple[list[int], int]:
+        """Return what followed the text's end when the text had it before, and how many tokens match there.
+
+        It is the longest match of 3 tokens or more. Matches of LOOKUP tokens are not preferred to each other, and of
+        equals the last is taken. What follows it begins again where the text ends.
+        """
+        kept, longest, start = self._kept, 0, 0
+        for place in range(len(kept) - 1, 0, -1):
+            length = 0
+            while length < min(place, 64) and kept[place - 1 - length] == kept[-1 - length]:
+                length += 1
+            if min(length, LOOKUP) > min(longest, LOOKUP):
+                longest, start = length, place
+        if longest < 3:
+            return [], 0
+        return [kept[start + depth % (len(kept) - start)] for depth in range(num_depths)], longest
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,8 @@ class Drafts:
         text: up to the bonus token, which is its last.
         pairs: returns the scores of tokens [K] at a depth >= 1 after a token, which are added to their logits; None:
             depths are independent.
-        num_children: most candidates that may follow the same node.
+        num_children: most candidates that may follow the same node. The copy's token may be one more.
+        has_copies: what followed the text's end before is a path of drafts.
     """
 
     log_probs: Tensor
@@ -55,20 +77,77 @@ class Drafts:
     text: Text
     pairs: Callable[[int, int, Tensor], Tensor] | None = None
     num_children: int | None = None
+    has_copies: bool = True
+
+    @cached_property
+    def copy(self) -> tuple[list[int], int]:
+        """Return the columns of the copy's tokens, of at most W - 1 depths, and how many tokens match before it."""
+        if not self.has_copies:
+            return [], 0
+        tokens, length = self.text.copy(len(self.log_probs))
+        return [(self.token_ids == token).nonzero().item() for token in tokens], length
+
+    @cached_property
+    def best(self) -> Tensor:
+        """Return the columns of the best tokens per depth, best first: [W - 1, num_candidates] int64."""
+        return self.log_probs.topk(self.num_candidates, dim=-1).indices
 
     @cached_property
     def columns(self) -> Tensor:
-        """Return the columns of the best tokens per depth, best first: [W - 1, num_candidates] int64."""
-        return self.log_probs.topk(self.num_candidates, dim=-1).indices
+        """Return the candidates' columns, [W - 1, num_candidates] int64: the best, the copy's instead of the last."""
+        columns = self.best.clone()
+        for depth in range(1, len(self.log_probs) + 1):
+            if self.is_placed(depth):
+                columns[depth - 1, -1] = self.copy[0][depth - 1]
+        return columns
+
+    def is_placed(self, depth: int) -> bool:
+        """Return whether the copy's token at a depth >= 1 is a candidate only because of the copy."""
+        copied = self.copy[0]
+        return depth <= len(copied) and copied[depth - 1] not in self.best[depth - 1].tolist()
+
+    def copied(self, first: int | None, depth: int) -> int | None:
+        """Return the column of the copy's token at a depth >= 1 after the draft `first`; None: the copy has no such."""
+        copied = self.copy[0]
+        if depth > len(copied) or (first is not None and first != int(self.token_ids[copied[depth - 2]])):
+            return None
+        return copied[depth - 1]
 
     def after(self, first: int | None, depth: int) -> Tensor:
         """Return log probabilities [V] of the tokens at a depth >= 1 after the draft `first`; None is the bonus token.
 
+        With M tokens that match before it, the copy's token has M / (M + 4) of the probability, at most 0.95.
+        """
+        row, column = self.drafted(first, depth), self.copied(first, depth)
+        if column is None:
+            return row
+        matching = self.copy[1] + depth - 1
+        weight = min(0.95, matching / (matching + 4))
+        mixed = row + math.log1p(-weight)
+        mixed[column] = math.log(weight + (1 - weight) * float(row[column].exp()))
+        return mixed
+
+    def children(self, first: int | None, depth: int) -> list[tuple[int, float]]:
+        """Return the candidates at a depth >= 1 that may follow `first`, the most probable first: rank and log
+        probability."""
+        columns = self.columns[depth - 1]
+        drafted = self.drafted(first, depth)[columns].sort(descending=True, stable=True).indices
+        ranks = drafted[: self.num_children].tolist()
+        if (column := self.copied(first, depth)) is not None and column not in columns[ranks].tolist():
+            ranks.append(columns.tolist().index(column))
+        row = self.after(first, depth)[columns].tolist()
+        return sorted(((rank, row[rank]) for rank in ranks), key=lambda child: -child[1])
+
+    def drafted(self, first: int | None, depth: int) -> Tensor:
+        """Return what :meth:`after` would be without a copy.
+
         Candidates that follow `first` in the text count e^2 times as much, and all are normalised again. The drafter
         knows the bonus token, so depth 1 is unchanged. With pairs only the candidates have a probability.
         """
-        row = self.log_probs[depth - 1]
+        row = self.log_probs[depth - 1].clone()
         columns = self.columns[depth - 1].tolist()
+        if self.is_placed(depth):
+            row[columns[-1]] = -math.inf
         if self.pairs is not None:
             tokens = self.token_ids[columns]
             scores = row[columns] + self.pairs(self.text.last if first is None else first, depth, tokens)
@@ -121,9 +200,7 @@ def grow_tree(drafts: Drafts, num_nodes: int) -> Tree:
 
     def open_node(node: int) -> None:
         if (depth := depths[node]) < num_depths:
-            row = drafts.after(tokens[node - 1] if node else None, depth + 1)[drafts.columns[depth]]
-            children = row.sort(descending=True, stable=True)
-            for rank, log_prob in list(zip(children.indices.tolist(), children.values.tolist()))[: drafts.num_children]:
+            for rank, log_prob in drafts.children(tokens[node - 1] if node else None, depth + 1):
                 heapq.heappush(heap, (-sums[node] - log_prob, next(order), node, candidates[depth][rank]))
 
     open_node(0)
@@ -172,15 +249,21 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
             for node in path[1:]:
                 parent = tree.parents[node]
                 first = int(tree.tokens[parent - 1]) if parent else None
-                row = drafts.after(first, tree.depths[node])
-                own = row[token_ids == tree.tokens[node - 1]]
+                row = drafts.drafted(first, tree.depths[node])
+                is_own = token_ids == tree.tokens[node - 1]
+                copied = drafts.copied(first, tree.depths[node])
+                if copied is not None and is_own[copied]:
+                    continue
+                own = row[is_own]
                 distances.append(float(own - row.sort(descending=True).values[drafts.num_children]))
         if num_candidates < ranked.shape[1]:
             # or a node's token could lose its rank to a token that is not a candidate.
             for node in path[1:]:
-                row = tree.depths[node] - 1
-                own = log_probs[row, token_ids == tree.tokens[node - 1]]
-                distances.append(float(own - ranked[row, num_candidates]))
+                row, is_own = tree.depths[node] - 1, token_ids == tree.tokens[node - 1]
+                is_placed = drafts.is_placed(row + 1)
+                if not (is_placed and is_own[drafts.copy[0][row]]):
+                    own = log_probs[row, is_own]
+                    distances.append(float(own - ranked[row, num_candidates - is_placed]))
     depth = tree.depths[path[-1]]
     if depth < len(log_probs):
         # The target's token could become a node, for which it must be a candidate.
@@ -188,13 +271,20 @@ def margin(tree: Tree, path: list[int], target_tokens: Tensor, drafts: Drafts) -
         if is_refused.any():
             last = int(tree.tokens[path[-1] - 1]) if depth else None
             after = drafts.after(last, depth + 1)[is_refused]
+            copied = drafts.copied(last, depth + 1)
+            is_copied = copied is not None and bool(is_refused[copied])
             to_be_a_node = tree.log_probs[-1] - tree.log_probs[path[-1]] - after
             # Pairs have no score for a token that is not a candidate. As one it could be a node.
             to_be_a_node = to_be_a_node.where(after > -torch.inf, -torch.inf)
             if drafts.num_children is not None and drafts.num_children < num_candidates:
                 # Or one of too many children.
-                least = drafts.after(last, depth + 1).sort(descending=True).values[drafts.num_children - 1]
-                to_be_a_node = torch.maximum(to_be_a_node, (least - after).where(after > -torch.inf, -torch.inf))
-            to_be_a_candidate = ranked[depth, num_candidates - 1] - log_probs[depth, is_refused]
+                drafted = drafts.drafted(last, depth + 1)
+                least = drafted.sort(descending=True).values[drafts.num_children - 1]
+                too_many = (least - drafted[is_refused]).where(after > -torch.inf, -torch.inf)
+                to_be_a_node = torch.maximum(to_be_a_node, too_many) if not is_copied else to_be_a_node
+            is_placed = drafts.is_placed(depth + 1)
+            to_be_a_candidate = ranked[depth, num_candidates - 1 - is_placed] - log_probs[depth, is_refused]
+            if is_copied:
+                to_be_a_candidate = -math.inf
             distances.append(max(float(to_be_a_node), float(to_be_a_candidate)))
     return min(distances)
