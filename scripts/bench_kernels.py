@@ -33,6 +33,7 @@ from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, put
+from sglang_dflash.ops.copies import TEXT_DTYPE, TEXT_SIZE
 from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.shortlist_top import group_size, num_candidates, quantize_rows
 from sglang_dflash.types import (
@@ -252,6 +253,44 @@ def begin_bigrams(bs: int, args: argparse.Namespace) -> Case:
     texts[:, 0] = length
     num_bytes = 2 * tables.nbytes + texts.nbytes + bs * 2 * 8
     return Case((tables, rows(bs), texts, integers(args.vocab, bs)), num_bytes)
+
+
+def write_texts(bs: int, args: argparse.Namespace) -> Case:
+    texts = torch.zeros(bs, TEXT_SIZE, dtype=TEXT_DTYPE, device=DEVICE)
+    lens = accept_lens(bs)
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = int(lens.sum()) * (8 + TEXT_DTYPE.itemsize) + bs * 4 * 8
+    tokens = integers(args.vocab, bs, BLOCK_SIZE)
+    return Case((texts, rows(bs), seq_lens(bs, args), tokens, lens, is_chain), num_bytes)
+
+
+def place_copies(bs: int, args: argparse.Namespace) -> Case:
+    """Make texts whose last tokens occur before. The tokens of the copies are candidates."""
+    texts = integers(args.vocab, bs, TEXT_SIZE, dtype=TEXT_DTYPE)
+    slots, lens = rows(bs), seq_lens(bs, args)
+    end = (lens[:, None] - torch.arange(2 * BLOCK_SIZE, device=DEVICE)) % TEXT_SIZE
+    earlier = (lens[:, None] // 2 - torch.arange(2 * BLOCK_SIZE, device=DEVICE)) % TEXT_SIZE
+    texts[slots[:, None], end] = texts[slots[:, None], earlier]
+    shape = (bs, BLOCK_SIZE - 1, 2 * CANDIDATES)
+    candidates, logits = integers(args.vocab, *shape), torch.randn(shape, device=DEVICE)
+    copies = (lens[:, None] // 2 + 1 + torch.arange(BLOCK_SIZE - 1, device=DEVICE)) % TEXT_SIZE
+    candidates[..., 0] = texts[slots[:, None], copies].long()
+    is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
+    num_bytes = int(lens.clamp(max=TEXT_SIZE).sum()) * TEXT_DTYPE.itemsize + candidates.nbytes + bs * 3 * 8
+    num_bytes += bs * BLOCK_SIZE * 4
+    return Case((texts, slots, lens, is_chain, candidates, logits), num_bytes)
+
+
+def weigh_copies(bs: int, args: argparse.Namespace) -> Case:
+    """Change one row of each position, and all of the first."""
+    k, depths = 2 * CANDIDATES, BLOCK_SIZE - 1
+    logits = torch.randn((bs, depths, k, k), device=DEVICE).sort(dim=-1, descending=True).values
+    ranks = torch.rand(logits.shape, device=DEVICE).argsort(dim=-1).to(torch.uint8)
+    # All rows of the first position are the same.
+    logits[:, 0], ranks[:, 0] = logits[:, 0, :1], ranks[:, 0, :1]
+    places = integers(k, bs, depths, dtype=torch.int32)
+    num_bytes = bs * (depths + depths - 1 + k) * k * (4 + 1) + 2 * places.nbytes + bs * 4
+    return Case((logits.log_softmax(dim=-1), ranks, places, 3 + integers(30, bs, dtype=torch.int32)), num_bytes)
 
 
 def accept_paths(bs: int, args: argparse.Namespace) -> Case:
@@ -528,6 +567,9 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     accept_paths,
     begin_bigrams,
     add_bigrams,
+    write_texts,
+    place_copies,
+    weigh_copies,
     count_paths,
     move_kv,
     gather_window,

@@ -16,7 +16,7 @@ TEXT_DTYPE = torch.int32
 # Stands in texts for tokens outside of the vocabulary, as images have. No copy has it.
 NO_TOKEN = -1
 # Shorter matches are none. Longer ones than LOOKUP are not preferred to each other. MAX_MATCH limits the counted length.
-MIN_MATCH, LOOKUP, MAX_MATCH = 3, 4, 64
+MIN_MATCH, LOOKUP, MAX_MATCH = 3, 6, 64
 # The copy's token counts M / (M + DOUBT) after M tokens that match, at most MAX_WEIGHT.
 DOUBT, MAX_WEIGHT = 4.0, 0.95
 

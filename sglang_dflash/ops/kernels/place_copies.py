@@ -15,7 +15,16 @@ _LOOKUP = tl.constexpr(copies.LOOKUP)
 _MIN_MATCH = tl.constexpr(copies.MIN_MATCH)
 _MAX_MATCH = tl.constexpr(copies.MAX_MATCH)
 _LOWEST = tl.constexpr(float("-inf"))
-_PLACES = 1024
+# Larger tiles wait less often for their loads, and smaller ones waste less on short texts.
+_PLACES = 2048
+
+
+@triton.jit
+def _is_same_token(text, end, back, i, last, SIZE: tl.constexpr):
+    """Return whether the i-th token before each place is the i-th before the text's end."""
+    is_kept = back + i <= last
+    token = tl.load(text + ((end - back - i) & (SIZE - 1)), mask=is_kept, other=0)
+    return is_kept & (token == tl.load(text + ((end - i) & (SIZE - 1))))
 
 
 @triton.jit
@@ -47,16 +56,16 @@ def _place_copies_kernel(
     best = tl.zeros([PLACES], tl.int32)
     for start in range(1, last + 1, PLACES):
         back = start + tl.arange(0, PLACES)
-        is_same = back <= last
-        num_same = tl.zeros([PLACES], tl.int32)
-        for i in tl.static_range(_LOOKUP):
-            wanted = tl.load(text + ((end - i) & (SIZE - 1)))
-            is_kept = back + i <= last
-            token = tl.load(text + ((end - back - i) & (SIZE - 1)), mask=is_kept, other=0)
-            is_same &= is_kept & (token == wanted)
-            num_same += is_same.to(tl.int32)
-        key = num_same * SIZE + (SIZE - 1 - back)
-        best = tl.maximum(best, tl.where(num_same >= _MIN_MATCH, key, 0))
+        is_same = back + _MIN_MATCH - 1 <= last
+        for i in tl.static_range(_MIN_MATCH):
+            is_same &= _is_same_token(text, end, back, i, last, SIZE)
+        # Most tiles have no match.
+        if tl.max(is_same.to(tl.int32)) > 0:
+            key = tl.where(is_same, _MIN_MATCH * SIZE + (SIZE - 1 - back), 0)
+            for i in tl.static_range(_MIN_MATCH, _LOOKUP):
+                is_same &= _is_same_token(text, end, back, i, last, SIZE)
+                key += tl.where(is_same, SIZE, 0)
+            best = tl.maximum(best, key)
     found = tl.max(best)
     is_found = found > 0
     place = tl.where(is_found, SIZE - 1 - (found & (SIZE - 1)), 1)

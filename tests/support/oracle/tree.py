@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Longer matches of the text's end are not preferred to each other.
-LOOKUP = 4
+LOOKUP = 6
 
 
 class Text:
