@@ -200,7 +200,7 @@ HOOKS = [
         target="sglang.srt.managers.scheduler.Scheduler.get_new_prebuilt_batch",
         kind=HookType.AFTER,
         function=transfer.begin_transferred,
-        why="requests that arrive from a prefill server would have the penalties and bigrams of others",
+        why="requests that arrive from a prefill server would have the penalties, bigrams and texts of others",
         until="SGLang tells the worker of requests that it has not prefilled",
     ),
     *(

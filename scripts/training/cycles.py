@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import tables_of
+from sglang_dflash.ops.copies import TEXT_DTYPE
 from sglang_dflash.types import DrawParameters, Trees
 
 
@@ -27,22 +28,25 @@ class TreeKind:
         num_nodes: nodes, with the root.
         num_candidates: candidates per depth, at most 16.
         has_noise: add the noise of the target's draws to the drafter's scores. Greedy texts have none.
+        has_copies: what followed the end of the text before is one more path.
     """
 
     num_nodes: int
     num_candidates: int
     has_noise: bool
+    has_copies: bool = True
 
     @property
     def name(self) -> str:
-        without = "" if self.has_noise else ", without noise"
+        without = ("" if self.has_noise else ", without noise") + ("" if self.has_copies else ", without copies")
         return f"tree of {self.num_nodes}, {self.num_candidates} candidates{without}"
 
 
 def tree_kinds(sizes: Sequence[int], is_sampled: bool) -> list[TreeKind]:
-    """Return the kinds to measure: 8 and 16 candidates, and for sampled texts with noise and without."""
+    """Return the kinds to measure: 8 and 16 candidates, for sampled texts with noise and without, and no copies."""
     noises = (False, True) if is_sampled else (True,)
-    return [TreeKind(size, k, has_noise) for size in sizes for k in (8, 16) for has_noise in noises]
+    copying = [TreeKind(size, k, has_noise) for size in sizes for k in (8, 16) for has_noise in noises]
+    return copying + [TreeKind(size, 16, has_noise=True, has_copies=False) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,22 @@ def num_correct_in_trees(
     # With an empty context the position of a node is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
     own_rows, pairs = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
+    # As a server keeps them: of a power of two.
+    kept = F.pad(texts.to(TEXT_DTYPE), (0, (1 << (texts.shape[1] - 1).bit_length()) - texts.shape[1]))
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
     greedy = DrawParameters.greedy(num_blocks, logits.device)
     num_correct = []
     for kind in kinds:
-        candidates, best = (x[..., : kind.num_candidates].contiguous() for x in (columns, values))
+        candidates, best = (
+            x[..., : kind.num_candidates].clone(memory_format=torch.contiguous_format) for x in (columns, values)
+        )
+        if kind.has_copies:
+            copies = ops.place_copies(kept, own_rows, lens - 1, zeros, candidates, best)
         parameters = draws.parameters if kind.has_noise else greedy
         table = ops.fill_table(candidates, best, log_sums, parameters, draws.keys, pairs, zeros, lens - 1, own_rows)
+        if kind.has_copies:
+            ops.weigh_copies(*table, *copies)
         trees = Trees.empty(num_blocks, kind.num_nodes, logits.device)
         slots = torch.zeros((num_blocks, kind.num_nodes), dtype=torch.int32, device=logits.device)
         ops.grow_trees(zeros, candidates, *table, zeros, zeros, own_rows, slots, trees)
@@ -130,19 +142,24 @@ def num_correct_in_trees(
 
 
 def gains(cycles: dict[str, Tensor], kinds: Sequence[TreeKind]) -> dict[str, tuple[float, float]]:
-    """Return what noise and twice the candidates give, with standard errors of the prompts' pairs.
+    """Return what noise, copies and twice the candidates give, with standard errors of the prompts' pairs.
 
     Args:
         cycles: [prompts] by the names of `kinds`.
 
     Returns:
-        Tokens per cycle over those without noise, or over those of 8 candidates.
+        Tokens per cycle over those without noise, without copies, or over those of 8 candidates.
     """
     found = {}
     for kind in kinds:
+        if not kind.has_copies:
+            continue
         without, narrow = replace(kind, has_noise=False).name, replace(kind, num_candidates=8).name
+        drafted = replace(kind, has_copies=False).name
         if kind.has_noise and without in cycles:
             found[f"{kind.name}, over one without noise"] = ratio(cycles[without], cycles[kind.name])
+        if drafted in cycles:
+            found[f"{kind.name}, over one without copies"] = ratio(cycles[drafted], cycles[kind.name])
         if kind.num_candidates > 8:
             found[f"{kind.name}, over one of 8"] = ratio(cycles[narrow], cycles[kind.name])
     return found

@@ -103,9 +103,7 @@ class Copies:
     lens: torch.Tensor | None
 
     @classmethod
-    def place(
-        cls, texts: torch.Tensor | None, block: Block, candidates: torch.Tensor, logits: torch.Tensor
-    ) -> Copies:
+    def place(cls, texts: torch.Tensor | None, block: Block, candidates: torch.Tensor, logits: torch.Tensor) -> Copies:
         """Make copies candidates, before the table of conditionals is filled.
 
         Args:

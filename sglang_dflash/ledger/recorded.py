@@ -540,7 +540,7 @@ HOOKED = (
     ('memory/limits.py', "hooked: the next turn of a streaming session would read a rejected draft's KV as the last token's", 'sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req'),
     ('memory/stored_kv.py', "hooked: KV in storage is named after the target, and another drafter's would be taken for this one's", 'sglang.srt.managers.cache_controller.storage_model_name'),
     ('engine/transfer.py', "hooked: requests that arrive from a prefill server would get the input of SGLang's own worker", 'sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input'),
-    ('engine/transfer.py', 'hooked: requests that arrive from a prefill server would have the penalties and bigrams of others', 'sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch'),
+    ('engine/transfer.py', 'hooked: requests that arrive from a prefill server would have the penalties, bigrams and texts of others', 'sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch'),
     ('engine/transfer.py', 'hooked: prefill and decode server must have the same drafter', 'sglang.srt.disaggregation.utils.get_pd_kv_layout'),
     ('engine/transfer.py', 'hooked: prefill and decode server must have the same drafter', 'sglang.srt.disaggregation.utils.get_pd_kv_layout'),
     ('engine/transfer.py', 'hooked: a prefill server without the drafter is accepted, and its KV is missing', 'sglang.srt.disaggregation.common.conn.CommonKVManager._resolve_rank_mapping'),

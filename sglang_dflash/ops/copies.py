@@ -1,4 +1,4 @@
-"""What followed the end of a request's text when the text had it before: a likely draft, which the drafter does not know.
+"""What followed the end of a request's text when the text had it before: a draft that the drafter does not know.
 
 Edits, extracts and answers from a passage repeat long parts of their prompt. The text of each request is kept on the
 device. Its end is looked up in it: of the earlier places with the longest match, the most recent. The tokens after that
@@ -15,9 +15,10 @@ TEXT_SIZE = 1 << 14
 TEXT_DTYPE = torch.int32
 # Stands in texts for tokens outside of the vocabulary, as images have. No copy has it.
 NO_TOKEN = -1
-# Shorter matches are none. Longer ones than LOOKUP are not preferred to each other. MAX_MATCH limits the counted length.
+# Shorter matches than MIN_MATCH are none. Longer ones than LOOKUP are not preferred to each other. A length is counted
+# up to MAX_MATCH.
 MIN_MATCH, LOOKUP, MAX_MATCH = 3, 6, 64
-# The copy's token counts M / (M + DOUBT) after M tokens that match, at most MAX_WEIGHT.
+# After M tokens that match, the copy's token has the probability M / (M + DOUBT), at most MAX_WEIGHT.
 DOUBT, MAX_WEIGHT = 4.0, 0.95
 
 

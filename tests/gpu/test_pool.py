@@ -123,6 +123,7 @@ def test_full_pool(tmp_path):
 
     assert described["candidates_per_position"] == 16
     assert described["cycle_bytes"]["bigrams"] > 0
+    assert described["cycle_bytes"]["texts"] > 0
     per_layer = 2 * KV_HEADS * HEAD_DIM * 2
     assert described["kv_bytes_per_token"] == {"target": LAYERS * per_layer, "drafter": DRAFT_LAYERS * per_layer}
     assert_served(result)

@@ -56,7 +56,8 @@ SAMPLINGS = (
 def run(settings: Settings) -> None:
     """Write `report/eval.json` after each kind of prompts. Write `out/prompts.json` if the run has conversations.
 
-    A run without conversations evaluates the prompts that `out` has.
+    A run without conversations evaluates the prompts that `out` has, and those of `quoting_prompts.json`, whose answers
+    repeat parts of the prompt.
     """
     tokenizer = load_tokenizer(settings)
     llama = Llama(settings.target_dir, settings.device)
@@ -68,7 +69,7 @@ def run(settings: Settings) -> None:
             shipped = {kind: texts for kind, texts in prompts.items() if kind != "long"}
             write_json(settings.out / "prompts.json", shipped)
         else:
-            shipped = read_json(settings.out / "prompts.json")
+            shipped = read_json(settings.out / "prompts.json") | read_json(settings.out / "quoting_prompts.json")
             prompts = {kind: texts[: settings.eval_prompts] for kind, texts in shipped.items()}
         write_json(settings.work / "eval_prompts.json", prompts)
     processes.wait()

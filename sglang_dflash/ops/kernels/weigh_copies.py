@@ -14,9 +14,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _weigh_copies_kernel(
-    log_probs, ranks, places, lens, DEPTHS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr
-):
+def _weigh_copies_kernel(log_probs, ranks, places, lens, DEPTHS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr):
     request = tl.program_id(0).to(tl.int64)
     depth = tl.program_id(1)
     place = tl.load(places + request * DEPTHS + depth)

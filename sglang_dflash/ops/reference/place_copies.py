@@ -26,7 +26,8 @@ def place_copies(
     drafter has not said how probable it is.
 
     Args:
-        texts: [request slots, S] int32, S a power of two; see `write_texts`. Negative tokens are none of the vocabulary.
+        texts: [request slots, S] int32, S a power of two; see `write_texts`. Negative tokens are none of the
+            vocabulary.
         req_pool_indices: [bs] int64.
         seq_lens: [bs] int64. Position of the bonus token, the last of the text.
         is_chain: [bs] int64. 1 for requests of SGLang's sampler, which have no copy.
@@ -37,7 +38,7 @@ def place_copies(
         places: [bs, D] int32. Which candidate the copy's token is; -1 where there is none.
         lens: [bs] int32. Length of the match, at most MAX_MATCH; 0: there is none.
     """
-    bs, depths, k = candidates.shape
+    depths, k = candidates.shape[1:]
     size, device = texts.shape[1], texts.device
     # The text in reverse: [bs, S], the bonus token first.
     back = torch.arange(size, device=device)

@@ -19,7 +19,7 @@ def weigh_copies(log_probs: torch.Tensor, ranks: torch.Tensor, places: torch.Ten
             them.
         places, lens: of :func:`sglang_dflash.ops.reference.place_copies.place_copies`.
     """
-    bs, depths, k = log_probs.shape[:3]
+    depths, k = log_probs.shape[1:3]
     if not log_probs.numel():
         return
     weight = weights(lens, depths)[..., None, None]
@@ -29,6 +29,8 @@ def weigh_copies(log_probs: torch.Tensor, ranks: torch.Tensor, places: torch.Ten
     is_row &= (places >= 0)[..., None]
     is_copy = ranks == places[..., None, None]
     copied = (weight + (1 - weight) * log_probs.exp()).log()
-    changed, order = torch.where(is_copy, copied, log_probs + (1 - weight).log()).sort(dim=-1, descending=True, stable=True)
+    changed, order = torch.where(is_copy, copied, log_probs + (1 - weight).log()).sort(
+        dim=-1, descending=True, stable=True
+    )
     log_probs.copy_(torch.where(is_row[..., None], changed, log_probs))
     ranks.copy_(torch.where(is_row[..., None], ranks.gather(-1, order), ranks))

@@ -16,8 +16,8 @@ def write_texts(
     """Write tokens to the texts of their requests; see :mod:`sglang_dflash.ops.copies`.
 
     Args:
-        texts: [request slots, S] int32, S a power of two. Changed in place; slot 0 is for padding. The token at position
-            p is at p % S.
+        texts: [request slots, S] int32, S a power of two. Changed in place; slot 0 is for padding. The token at
+            position p is at p % S.
         req_pool_indices: [bs] int64. Request slots, all different but for padding.
         starts: [bs] integers. Position of the first token.
         tokens: [bs, T] integers; T at most S.
