@@ -14,6 +14,8 @@ def test_fewer_rows(keeper, prompts, mixed_prompts):
 
     pair.dflash.wait_until_empty()
     described = pair.dflash.get("/server_info")["internal_states"][0]["sglang_dflash"]
+    # A CPU has no graphs.
+    assert described["adaptive_graphs"] is None
     blocks = {int(rows): count for rows, count in described["blocks_by_verified_rows"].items()}
     # Draft lengths are tried from one on; longer ones as long as they may pay.
     assert {1, 4} <= set(blocks) <= {1, 4, 8, 12, 16}

@@ -88,6 +88,13 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     pair.dflash.wait_until_empty()
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
+    described = pair.dflash.internal_state()["sglang_dflash"]
+    graphs, longest = described["adaptive_graphs"], str(described["verified_rows"])
+    sizes = graphs["batch_sizes_by_verified_rows"]
+    assert {int(rows) for rows in sizes} == num_rows
+    num_graphs = sum(len(of_rows) for rows, of_rows in sizes.items() if rows != longest)
+    assert graphs["shorter"]["num_graphs"] == num_graphs > 0 and graphs["shorter"]["seconds"] > 0
+    assert f"{num_graphs} CUDA graphs of shorter drafts were captured in " in log
     assert re.search(r"[1-9]\d* linear layers use the kernel for up to 64 rows", log)
     assert re.search(r"[1-9]\d* norms use the kernel that adds the residual", log)
     assert ("Chains have our attention." in log) == (settings is NOT_PADDED)
