@@ -90,12 +90,14 @@ DEFAULT_SIZES = [*range(1, 9), *range(10, 33, 2), 40, 44, 48]
 
 
 def test_few_graphs_are_captured_of_default_sizes():
-    """They take about as long as those of the longest draft, which SGLang captures anyway."""
-    assert spread(DEFAULT_SIZES, 1) == [1, 2, 3, 6, 12, 24, 48]
-    seconds = {bs: 7 + max(0.0, bs * 16 - 64) / 45 for bs in DEFAULT_SIZES}
+    """About as many as of the longest draft, which SGLang captures anyway. Usual numbers of clients are not padded."""
+    assert spread(DEFAULT_SIZES, 1) == [1, 2, 4, 8, 16, 32, 48]
+    assert spread(DEFAULT_SIZES, 8) == [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48]
+    # Qwen3-8B's shape on an H100.
+    seconds = {bs: 7.2 + max(0.0, 16 * bs - 16) / 80 + max(0.0, 16 * bs - 128) / 90 for bs in DEFAULT_SIZES}
     captured = {length: graph_sizes(length, 16, seconds) for length in (1, 4, 8)}
-    assert sum(map(len, captured.values())) <= len(DEFAULT_SIZES)
-    assert all(sizes[-1] == 48 for sizes in captured.values())
+    assert sum(map(len, captured.values())) < 1.2 * len(DEFAULT_SIZES)
+    assert all(sizes[-3:] == [32, 40, 48] for sizes in (captured[4], captured[8]))
 
 
 @pytest.mark.parametrize("sizes", [DEFAULT_SIZES, [1], [5, 9], [4, 8, 16, 64], list(range(1, 65))], ids=str)
@@ -105,7 +107,7 @@ def test_batches_are_padded_by_no_more_than_a_third(sizes, length):
     assert kept[-1] == sizes[-1] and kept[0] == sizes[0] and kept == sorted(set(kept))
     for small, large in pairwise(kept):
         skipped = [bs for bs in sizes if small < bs < large]
-        assert not skipped or large <= (2 if large * length <= 64 else 4 / 3) * small + 1e-9
+        assert not skipped or large <= (2 if large * length <= 96 else 4 / 3) * small + 1e-9
 
 
 def test_timed_requests_have_bonus_tokens_of_their_own(monkeypatch):

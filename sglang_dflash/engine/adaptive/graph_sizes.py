@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 # A draft length gets graphs for the batch sizes at which the longest takes more than this many times as long.
 MIN_GAIN = 1.03
-# Most tokens of a batch that a GPU verifies in about the time of one token, because it waits for weights.
-FREE_TOKENS = 64
-# Consecutive sizes differ by at most this factor, and by the second where all tokens are free.
+# Tokens of a batch up to which more of them cost a GPU little, because it waits for weights.
+FREE_TOKENS = 96
+# Consecutive sizes differ by at most this factor, and by the second where tokens cost little.
 _MAX_PADDING, _MAX_FREE_PADDING = 4 / 3, 2
 
 
@@ -35,16 +35,20 @@ def graph_sizes(length: int, longest: int, seconds: Mapping[int, float]) -> list
 def spread(sizes: Sequence[int], length: int) -> list[int]:
     """Return some of the sizes, the largest among them, so that no batch is padded by much.
 
+    Usual numbers of requests are kept: of the sizes that are near enough, the one with the most factors of two.
+
     Args:
         sizes: ascending.
         length: N.
     """
     kept = [sizes[-1]]
     while kept[-1] > sizes[0]:
-        factor = _MAX_FREE_PADDING if kept[-1] * length <= FREE_TOKENS else _MAX_PADDING
-        # The smallest that is near enough, or else the next smaller one.
-        last = sizes.index(kept[-1])
-        kept.append(sizes[min(bisect_left(sizes, kept[-1] / factor), last - 1)])
+        size = kept[-1]
+        factor = _MAX_FREE_PADDING if size * length <= FREE_TOKENS else _MAX_PADDING
+        smaller = [other for other in sizes if other < size]
+        near = [other for other in smaller if other >= size / factor] or smaller[-1:]
+        # The lowest set bit is the largest power of two that divides a number.
+        kept.append(max(near, key=lambda other: other & -other))
     return kept[::-1]
 
 
