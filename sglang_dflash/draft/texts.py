@@ -88,7 +88,8 @@ class Texts:
             row[:2] = start, len(tokens)
             row[2 : 2 + len(tokens)] = np.where((tokens >= 0) & (tokens < self._vocab_size), tokens, NO_TOKEN)
         [sent] = async_h2d_stack([torch.from_numpy(packed)], device=self.tokens.device)
-        ops.write_texts(self.tokens, rows, sent[:, 0], sent[:, 2:], sent[:, 1], torch.zeros_like(rows))
+        starts, lens = sent[:, :2].t().contiguous()
+        ops.write_texts(self.tokens, rows, starts, sent[:, 2:], lens, torch.zeros_like(rows))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def write_texts(
     bs, width = tokens.shape
     size = texts.shape[1]
     assert size & (size - 1) == 0 and texts.is_contiguous() and tokens.stride(1) == 1
+    assert starts.is_contiguous() and lens.is_contiguous()
     if bs and width:
         num_tokens = min(triton.next_power_of_2(width), _MOST_TOKENS)
         _write_texts_kernel[(bs, triton.cdiv(width, num_tokens))](

@@ -38,6 +38,8 @@ def place_copies(
         places: [bs, D] int32. Which candidate the copy's token is; -1 where there is none.
         lens: [bs] int32. Length of the match, at most MAX_MATCH; 0: there is none.
     """
+    # As on a GPU.
+    assert candidates.is_contiguous() and logits.is_contiguous()
     depths, k = candidates.shape[1:]
     size, device = texts.shape[1], texts.device
     # The text in reverse: [bs, S], the bonus token first.
