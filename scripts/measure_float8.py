@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -37,8 +38,8 @@ def write_checkpoint(drafter: Path, scales: str, path: Path) -> Path:
     return path
 
 
-def serve(arguments: dict, prompts: list[list[int]], num_tokens: int, results: multiprocessing.Queue) -> None:
-    """Put answers and tokens per cycle of every prompt into the queue."""
+def serve(arguments: dict, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
+    """Return the answer and the tokens per cycle of every prompt."""
     import sglang
 
     engine = sglang.Engine(**arguments)
@@ -46,8 +47,8 @@ def serve(arguments: dict, prompts: list[list[int]], num_tokens: int, results: m
     answers = engine.generate(input_ids=prompts, sampling_params=sampling)
     # The first token is the prefill's.
     rates = [(num_tokens - 1) / answer["meta_info"]["spec_verify_ct"] for answer in answers]
-    results.put(([answer["output_ids"] for answer in answers], rates))
     engine.shutdown()
+    return [answer["output_ids"] for answer in answers], rates
 
 
 def mean(values: list[float]) -> str:
@@ -87,13 +88,10 @@ def main() -> None:
         }
         variants = {"unquantised": {}, FLAG: {"speculative_draft_model_quantization": "fp8"}}
         variants |= {name: {"speculative_draft_model_path": str(path)} for name, path in checkpoints.items()}
-        context, measured = multiprocessing.get_context("spawn"), {}
+        measured = {}
         for name, arguments in variants.items():
-            results = context.Queue()
-            process = context.Process(target=serve, args=(common | arguments, prompts, options.new_tokens, results))
-            process.start()
-            measured[name] = results.get(timeout=1800)
-            process.join()
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+                measured[name] = processes.submit(serve, common | arguments, prompts, options.new_tokens).result()
             print(name, mean(measured[name][1]), flush=True)
     texts, base = measured["unquantised"]
     lines = ["| drafter's weights | tokens per cycle | over unquantised | same texts |", "|---|---|---|---|"]

@@ -265,7 +265,8 @@ def check_read_params(params: SamplingParams, vocab_size: int) -> None:
     Args:
         params: as SGLang keeps them. Their types are right, as they have been decoded.
     """
-    fields = {name: getattr(params, name) for name in _TYPES}
+    # The scheduler gets a request for every answer, and does not read `n`. Front ends may leave it at 0.
+    fields = {name: getattr(params, name) for name in _TYPES if name != "n"}
     _check_values(fields | {"stop_regex": params.stop_regex_strs}, vocab_size)
     if params.watermark is not None:
         raise ValueError("watermark is not supported with DFLASH.")

@@ -59,9 +59,6 @@ UNSUPPORTED = (
     # torch.compile cannot trace how kernels are launched and attention is planned. A cycle is one graph, not pieces.
     "enable_torch_compile",
     "debug_cuda_graph",
-    # Front ends that run where SGLang loads no plugins: their requests would not be checked.
-    "smg_grpc_mode",
-    "grpc_mode",
     # Looks for the drafter's layers by the names that they have in a target.
     "debug_tensor_dump_output_folder",
     # Other tasks, and outputs that the cycle does not collect.
@@ -116,10 +113,6 @@ def refuse_unsupported(server_args: ServerArgs) -> None:
         raise ConfigError(
             "--grammar-backend outlines is not supported with --speculative-algorithm DFLASH: it masks only the first "
             "token of a block; choose xgrammar or llguidance."
-        )
-    if envs.SGLANG_RUST_SERVER.get():
-        raise ConfigError(
-            "SGLANG_RUST_SERVER=1 is not supported with --speculative-algorithm DFLASH: requests would not be checked."
         )
     if envs.SGLANG_USE_HND_KVCACHE.get():
         raise ConfigError(

@@ -500,11 +500,6 @@ def test_drafter_outlives_the_release_of_its_memory(kept):
     assert not resolved_view(asked()).enable_draft_weights_cpu_backup
 
 
-def test_server_that_would_not_check_requests():
-    with envs.SGLANG_RUST_SERVER.override(True):
-        assert refusal().startswith("SGLANG_RUST_SERVER=1 is not supported")
-
-
 def test_another_layout_of_kv():
     with envs.SGLANG_USE_HND_KVCACHE.override(True):
         assert refusal().startswith("SGLANG_USE_HND_KVCACHE=1 is not supported")

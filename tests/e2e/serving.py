@@ -235,8 +235,8 @@ class Server:
         self._process = processes.start(arguments, ENV | dict(settings.env), log_path, spawn=self.is_spawned)
         atexit.register(self.stop)
 
-    def wait_until_ready(self) -> None:
-        """Wait for `/health`, then check which worker serves: ours if DFLASH was asked for, else none."""
+    def wait_until_healthy(self) -> None:
+        """Wait for `/health`."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if not self.is_running():
@@ -244,6 +244,10 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerError(f"the server is not ready after {START_SECONDS} s\n{self.log_tail()}")
             time.sleep(0.2)
+
+    def wait_until_ready(self) -> None:
+        """Wait for `/health`, then check which worker serves: ours if DFLASH was asked for, else none."""
+        self.wait_until_healthy()
         described = self.internal_state().get("sglang_dflash")
         if self.dflash:
             assert described is not None, f"SGLang's own worker serves DFLASH\n{self.log_tail()}"
