@@ -35,7 +35,7 @@ from triton.testing import do_bench_cudagraph
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, put
 from sglang_dflash.ops.copies import TEXT_DTYPE, TEXT_SIZE
 from sglang_dflash.ops.kernels.attend_trees import split_trees
-from sglang_dflash.ops.reference.shortlist_top import group_size, num_candidates, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -54,7 +54,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 5, 32, 8, 128
 TARGET_LAYERS = 36
-# Per depth of a tree. Wide tables and trees have twice as many, which is the default of servers.
+# Per depth. Wide tables and trees have twice as many, which is the default of servers.
 CANDIDATES = 8
 HIDDEN, INTERMEDIATE = 4096, 12288
 # Gated DeltaNet layers. More layers would not change the time of one.
@@ -158,7 +158,11 @@ def fill_wide_table(bs: int, args: argparse.Namespace) -> Case:
     return tables(bs, args, 2 * CANDIDATES)
 
 
-def tables(bs: int, args: argparse.Namespace, k: int) -> Case:
+def fill_chain_table(bs: int, args: argparse.Namespace) -> Case:
+    return tables(bs, args, 2 * CANDIDATES, has_sums=False)
+
+
+def tables(bs: int, args: argparse.Namespace, k: int, has_sums: bool = True) -> Case:
     """Fill tables of sampled requests, whose texts contain about every second pair of candidates."""
     shape = (bs, BLOCK_SIZE - 1, k)
     logits = torch.randn(shape, device=DEVICE).sort(dim=-1, descending=True).values
@@ -169,10 +173,11 @@ def tables(bs: int, args: argparse.Namespace, k: int) -> Case:
     pair_tables = put(pair_tables, *(tokens.flatten(1) for tokens in pairs), is_real)
     parameters = DrawParameters.greedy(bs, DEVICE)
     parameters.top_ks.fill_(20)
-    inputs = (candidates, logits, logits.logsumexp(dim=-1) + 0.1)
+    log_sums = logits.logsumexp(dim=-1) + 0.1 if has_sums else None
+    inputs = (candidates, logits, log_sums)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
-    num_bytes = sum(tensor.nbytes for tensor in inputs) + bs * 4 * 8 + 2 * pairs[0].numel() * TABLE_DTYPE.itemsize
-    num_bytes += candidates.numel() * k * (4 + 1)
+    num_bytes = sum(tensor.nbytes for tensor in tensors(inputs)) + bs * 4 * 8
+    num_bytes += 2 * pairs[0].numel() * TABLE_DTYPE.itemsize + candidates.numel() * k * (4 + 1)
     # Each request has a slot of its own.
     slots = torch.arange(bs, device=DEVICE)
     return Case((*inputs, parameters, integers(2**62, bs), pair_tables, is_chain, seq_lens(bs, args), slots), num_bytes)
@@ -413,27 +418,30 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
-def shortlist_argmax(bs: int, args: argparse.Namespace) -> Case:
-    return shortlist(bs, args, 1)
-
-
 def shortlist_top(bs: int, args: argparse.Namespace) -> Case:
-    return shortlist(bs, args, CANDIDATES)
+    return shortlist(bs, args, has_sums=True)
 
 
-def shortlist(bs: int, args: argparse.Namespace, k: int) -> Case:
+def shortlist_of_chains(bs: int, args: argparse.Namespace) -> Case:
+    return shortlist(bs, args, has_sums=False)
+
+
+def shortlist(bs: int, args: argparse.Namespace, has_sums: bool) -> Case:
     """Make rows of blocks without the first token, each similar to tokens of different groups.
 
     The dtype is float16 because Triton's interpreter has no products of bfloat16.
     """
     weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
-    size = group_size(CANDIDATES)
-    groups = torch.rand(args.vocab // size, bs, BLOCK_SIZE, device=DEVICE).argsort(dim=0)
-    like = groups * size + integers(size, *groups.shape)
-    x = sum(weight[like[i]] * (20 - i) for i in range(CANDIDATES))[:, 1:] / HIDDEN
+    # Fewer in a small vocabulary, whose other tokens would come between them.
+    k = min(2 * CANDIDATES, args.vocab // GROUP // 2)
+    groups = torch.rand(bs, BLOCK_SIZE, args.vocab // GROUP, device=DEVICE).argsort(dim=-1)[..., :k]
+    like = weight[groups * GROUP + integers(GROUP, *groups.shape)].float()
+    # Their logits differ by 1, so that rounding does not change their order.
+    logits = (3.0 * k - torch.arange(k, device=DEVICE)).expand(bs, BLOCK_SIZE, 1, -1).mT
+    x = (torch.linalg.solve(like @ like.mT, logits).mT @ like).half()[:, 1:, 0]
     numbers, scales = quantize_rows(weight)
     num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + num_candidates(k) * weight.itemsize)
-    return Case((x, weight, numbers, scales, k), num_bytes)
+    return Case((x, weight, numbers, scales, k, has_sums), num_bytes)
 
 
 def attend_trees(bs: int, args: argparse.Namespace) -> Case:
@@ -559,6 +567,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     top_columns,
     fill_table,
     fill_wide_table,
+    fill_chain_table,
     fill_pair_table,
     follow_table,
     block_conv,
@@ -583,8 +592,8 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     apply_penalties,
     add_rms_norm,
     linear_few_rows,
-    shortlist_argmax,
     shortlist_top,
+    shortlist_of_chains,
     attend_trees,
     attend_short_trees,
     attend_one_long_tree,
@@ -596,8 +605,9 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
 OPERATIONS = {
     "attend_short_trees": "attend_trees",
     "attend_one_long_tree": "attend_trees",
-    "shortlist_argmax": "shortlist_top",
+    "shortlist_of_chains": "shortlist_top",
     "fill_wide_table": "fill_table",
+    "fill_chain_table": "fill_table",
     "grow_wide_trees": "grow_trees",
     "sample_unfiltered_rows": "sample_rows",
 }

@@ -2,7 +2,7 @@
 
 A draft is accepted if the target chooses the same token, greedily or by sampling. So the text determines what every
 cycle would have committed. Sampled texts are drawn by noise that is kept (:mod:`sglang_dflash.ops.noise`), as a server
-draws them, and trees are grown from the same noise.
+draws them, and drafts are chosen by the same noise.
 
 Letters in shapes: M blocks, V vocabulary.
 """
@@ -21,32 +21,45 @@ from sglang_dflash.types import DrawParameters, Trees
 
 
 @dataclass(frozen=True)
-class TreeKind:
-    """A way to grow trees.
+class DraftKind:
+    """A way to draft.
 
     Attributes:
-        num_nodes: nodes, with the root.
-        num_candidates: candidates per depth, at most 16.
+        num_nodes: nodes of a tree, with the root; None: a chain.
+        num_candidates: candidates per depth, at most 16. With one, neither the text nor the noise can change a chain.
         has_noise: add the noise of the target's draws to the drafter's scores. Greedy texts have none.
         has_copies: what followed the end of the text before is one more path.
     """
 
-    num_nodes: int
+    num_nodes: int | None
     num_candidates: int
     has_noise: bool
     has_copies: bool = True
 
     @property
     def name(self) -> str:
+        if self.num_candidates == 1:
+            return "chain of the best tokens"
+        shape = "chain" if self.num_nodes is None else f"tree of {self.num_nodes}"
         without = ("" if self.has_noise else ", without noise") + ("" if self.has_copies else ", without copies")
-        return f"tree of {self.num_nodes}, {self.num_candidates} candidates{without}"
+        return f"{shape}, {self.num_candidates} candidates{without}"
 
 
-def tree_kinds(sizes: Sequence[int], is_sampled: bool) -> list[TreeKind]:
-    """Return the kinds to measure: 8 and 16 candidates, for sampled texts with noise and without, and no copies."""
+# What a server verifies without trees. Chains copy nothing.
+CHAIN = DraftKind(None, 16, has_noise=True)
+
+
+def draft_kinds(sizes: Sequence[int], is_sampled: bool) -> list[DraftKind]:
+    """Return the kinds to measure: chains of the best tokens, chains and trees of 8 and 16 candidates, and no copies.
+
+    Args:
+        sizes: of the trees.
+        is_sampled: measure each without noise, too.
+    """
     noises = (False, True) if is_sampled else (True,)
-    copying = [TreeKind(size, k, has_noise) for size in sizes for k in (8, 16) for has_noise in noises]
-    return copying + [TreeKind(size, 16, has_noise=True, has_copies=False) for size in sizes]
+    kinds = [DraftKind(size, k, has_noise) for size in (None, *sizes) for k in (8, 16) for has_noise in noises]
+    drafted = [DraftKind(size, 16, has_noise=True, has_copies=False) for size in sizes]
+    return [replace(CHAIN, num_candidates=1), *kinds, *drafted]
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,10 @@ class Draws:
         return tokens
 
 
-def num_correct_in_trees(
-    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, draws: Draws, kinds: Sequence[TreeKind]
+def num_correct(
+    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, draws: Draws, kinds: Sequence[DraftKind]
 ) -> Tensor:
-    """Return the number of the text's tokens that are on a path of each block's tree, from the root on.
+    """Return the number of the text's tokens that are drafted in each block, from the first on.
 
     Args:
         logits: [M, W - 1, V]. The drafter's.
@@ -104,7 +117,7 @@ def num_correct_in_trees(
         texts: [M, T] int64. The text before each block, and the block's first token.
         lens: [M] int64. Lengths of those texts.
         draws: of the M blocks' texts.
-        kinds: trees to grow.
+        kinds: ways to draft.
 
     Returns:
         [len(kinds), M] int64.
@@ -121,47 +134,53 @@ def num_correct_in_trees(
     # No token follows the last depth.
     labels = F.pad(labels, (0, 1), value=-1)
     greedy = DrawParameters.greedy(num_blocks, logits.device)
-    num_correct = []
+    found = []
     for kind in kinds:
         candidates, best = (
             x[..., : kind.num_candidates].clone(memory_format=torch.contiguous_format) for x in (columns, values)
         )
-        if kind.has_copies:
+        has_copies = kind.has_copies and kind.num_nodes is not None
+        if has_copies:
             copies = ops.place_copies(kept, own_rows, lens - 1, zeros, candidates, best)
         parameters = draws.parameters if kind.has_noise else greedy
         table = ops.fill_table(candidates, best, log_sums, parameters, draws.keys, pairs, zeros, lens - 1, own_rows)
-        if kind.has_copies:
+        if kind.num_nodes is None:
+            chains = torch.empty_like(labels)
+            ops.follow_table(candidates, table[1], chains)
+            found.append((chains[:, 1:] == labels[:, :-1]).long().cumprod(dim=1).sum(dim=1))
+            continue
+        if has_copies:
             ops.weigh_copies(*table, *copies)
         trees = Trees.empty(num_blocks, kind.num_nodes, logits.device)
         slots = torch.zeros((num_blocks, kind.num_nodes), dtype=torch.int32, device=logits.device)
         ops.grow_trees(zeros, candidates, *table, zeros, zeros, own_rows, slots, trees)
         tokens, node_depths = (rows.view(num_blocks, kind.num_nodes) for rows in (trees.tokens, trees.positions))
         accepted, _ = ops.accept_paths(tokens, trees.parents, labels.gather(1, node_depths), zeros, depths + 1)
-        num_correct.append(accepted.accept_lens.to(torch.int64) - 1)
-    return torch.stack(num_correct)
+        found.append(accepted.accept_lens.to(torch.int64) - 1)
+    return torch.stack(found)
 
 
-def gains(cycles: dict[str, Tensor], kinds: Sequence[TreeKind]) -> dict[str, tuple[float, float]]:
-    """Return what noise, copies and twice the candidates give, with standard errors of the prompts' pairs.
+def gains(cycles: dict[str, Tensor], kinds: Sequence[DraftKind]) -> dict[str, tuple[float, float]]:
+    """Return what noise, copies and candidates give, with standard errors of the prompts' pairs.
 
     Args:
         cycles: [prompts] by the names of `kinds`.
 
     Returns:
-        Tokens per cycle over those without noise, without copies, or over those of 8 candidates.
+        Tokens per cycle over those without noise, without copies, of 8 candidates, or of the best tokens.
     """
     found = {}
     for kind in kinds:
         if not kind.has_copies:
             continue
-        without, narrow = replace(kind, has_noise=False).name, replace(kind, num_candidates=8).name
-        drafted = replace(kind, has_copies=False).name
-        if kind.has_noise and without in cycles:
-            found[f"{kind.name}, over one without noise"] = ratio(cycles[without], cycles[kind.name])
-        if drafted in cycles:
-            found[f"{kind.name}, over one without copies"] = ratio(cycles[drafted], cycles[kind.name])
+        others = {"without noise": replace(kind, has_noise=False), "without copies": replace(kind, has_copies=False)}
         if kind.num_candidates > 8:
-            found[f"{kind.name}, over one of 8"] = ratio(cycles[narrow], cycles[kind.name])
+            others["of 8"] = replace(kind, num_candidates=8)
+        if kind.num_nodes is None:
+            others["of the best tokens"] = replace(kind, num_candidates=1)
+        for name, other in others.items():
+            if other.name in cycles and other.name != kind.name:
+                found[f"{kind.name}, over one {name}"] = ratio(cycles[other.name], cycles[kind.name])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Bigram tables of running requests: which token follows which in their texts, for trees of drafts."""
+"""Bigram tables of running requests: which token follows which in their texts, for drafts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ class Bigrams:
         ops.begin_bigrams(self.tables, batch.req_pool_indices, texts, last_tokens)
 
     def add(
-        self, rows: torch.Tensor, bonus_tokens: torch.Tensor, accepted: Acceptance, is_chain: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        bonus_tokens: torch.Tensor,
+        accepted: Acceptance,
+        is_left_out: torch.Tensor | None = None,
     ) -> None:
         """Add the tokens that requests have accepted in a cycle.
 
@@ -73,10 +77,10 @@ class Bigrams:
             rows: [n] int64. Rows of `req_to_token`.
             bonus_tokens: [n] int64. First tokens of their blocks. May be strided.
             accepted: of the same requests.
-            is_chain: [n] int64. 1 for requests that are left out. None: all are added.
+            is_left_out: [n] int64. 1 for requests that are left out. None: all are added.
         """
-        is_chain = torch.zeros_like(rows) if is_chain is None else is_chain
-        ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_chain)
+        is_left_out = torch.zeros_like(rows) if is_left_out is None else is_left_out
+        ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_left_out)
 
 
 def _texts(reqs: list[Req], last_is_apart: bool = False) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Draft tokens by a shortlist: a float8 copy of the lm_head selects the tokens whose logits are computed.
 
-Most bytes that a drafter reads are those of the lm_head. A chain needs only the best token of each position, and a tree
-a few best and their probabilities. The float8 copy is half as large. It finds the best tokens of every group, and the
+Most bytes that a drafter reads are those of the lm_head. A chain needs only a few best tokens of each position, and a
+tree their probabilities. The float8 copy is half as large. It finds the best tokens of every group, and the
 logits of these are then computed with the original weights. Drafts rarely differ from those of the full product, and
 the target decides what is committed.
 """
@@ -73,12 +73,14 @@ class Shortlist:
         )
         return cls(weight, k)
 
-    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def __call__(
+        self, hidden_states: torch.Tensor, has_sums: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return logits, columns of the shard's vocabulary, and log-sum-exps for hidden states [bs, W - 1, H].
 
         See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
         """
-        return ops.shortlist_top(hidden_states, self._weight, self._numbers, self._scales, self._k)
+        return ops.shortlist_top(hidden_states, self._weight, self._numbers, self._scales, self._k, has_sums)
 
     def weights_have_changed(self) -> None:
         self._is_stale = True

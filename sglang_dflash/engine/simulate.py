@@ -244,24 +244,19 @@ class RecordedHead:
     def refresh(self) -> None:
         self._head.refresh()
 
-    def draft_chains(self, hidden_states: torch.Tensor, block: Block) -> torch.Tensor:
-        block_tokens = self._head.draft_chains(hidden_states, block)
-        candidates, _ = self._recorded.drafts(block, num_candidates=1)
-        block_tokens[:, 1:] = candidates[..., 0]
-        return block_tokens
-
     def table(
         self,
         hidden_states: torch.Tensor,
         block: Block,
-        bigram_tables: torch.Tensor | None,
+        bigram_tables: torch.Tensor,
         texts: torch.Tensor | None = None,
     ) -> Table:
-        _, _, log_sums = self._head.candidates(hidden_states, block.seq_lens.shape[0])
+        self._head.candidates(hidden_states, block.seq_lens.shape[0])
         candidates, log_probs = self._recorded.drafts(block, self.num_candidates)
         copies = Copies.place(texts, block, candidates, log_probs)
         of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
-        table = ops.fill_table(candidates, log_probs, torch.zeros_like(log_sums), *of_requests, block.req_pool_indices)
+        log_sums = torch.zeros_like(log_probs[..., 0])
+        table = ops.fill_table(candidates, log_probs, log_sums, *of_requests, block.req_pool_indices)
         return candidates, *copies.weigh(*table)
 
 

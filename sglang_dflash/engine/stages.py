@@ -50,7 +50,7 @@ from sglang_dflash.ops import add_norm, small_m_linear
 from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.adaptive import asks_for_adaptive, log_fixed
 from sglang_dflash.server_args.arguments import runs_cycles
-from sglang_dflash.server_args.trees import asks_for_trees, num_candidates
+from sglang_dflash.server_args.trees import asks_for_trees, num_candidates, verifies_trees
 from sglang_dflash.verify.request_keys import RequestKeys
 from sglang_dflash.verify.sampler import FallbackSampler
 
@@ -64,13 +64,12 @@ class LoadedModels:
     Attributes:
         block_size: B.
         mask_token_id: of the drafter's checkpoint.
-        num_candidates: candidates that trees take after the same draft, 1 for chains. A target that has no trees gets
-            chains in spite of it.
+        verifies_trees: trees are verified, unless the target has none.
         asks_for_trees: the user asked for trees, so that an obstacle is an error.
         asks_for_adaptive: the same of an adaptive draft length.
         head: the drafter's lm_head.
         sampler: chooses tokens for requests that need SGLang's sampler.
-        bigrams: pairs of tokens in the texts of all running requests; None for chains.
+        bigrams: pairs of tokens in the texts of all running requests; None for a server without cycles.
         texts: of all running requests; None for chains.
         metrics: acceptance and stage times.
         keys: of the running requests' noise.
@@ -78,7 +77,7 @@ class LoadedModels:
 
     block_size: int
     mask_token_id: int
-    num_candidates: int
+    verifies_trees: bool
     asks_for_trees: bool
     asks_for_adaptive: bool
     head: DraftHead
@@ -107,7 +106,7 @@ class LoadedModels:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
         # A server without cycles has the chains' part of their state, which is the smallest.
-        k = num_candidates(server_args) if runs_cycles() else 1
+        lm_head, for_trees = unwrap_lora_layer(target_model.lm_head), runs_cycles() and verifies_trees(server_args)
         # SGLang gives out at most as many request slots as requests may run or arrive, and one for padding.
         num_slots = get_schedule().max_running_requests + 1
         if get_disagg().disaggregation_mode == "decode":
@@ -117,13 +116,13 @@ class LoadedModels:
         return cls(
             block_size=block_size,
             mask_token_id=draft_model.dflash_config.mask_token_id,
-            num_candidates=k,
-            asks_for_trees=k > 1 and asks_for_trees(server_args),
+            verifies_trees=for_trees,
+            asks_for_trees=for_trees and asks_for_trees(server_args),
             asks_for_adaptive=asks_for_adaptive(server_args),
-            head=DraftHead.of(draft_model, unwrap_lora_layer(target_model.lm_head), tp_group, k),
+            head=DraftHead.of(draft_model, lm_head, tp_group, num_candidates(server_args), for_trees),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
-            bigrams=Bigrams(num_slots, device) if k > 1 else None,
-            texts=Texts(num_slots, target_runner.model_config.vocab_size, device) if k > 1 else None,
+            bigrams=Bigrams(num_slots, device) if runs_cycles() else None,
+            texts=Texts(num_slots, target_runner.model_config.vocab_size, device) if for_trees else None,
             metrics=CycleMetrics(block_size, device),
             keys=keys,
         )
@@ -189,13 +188,14 @@ class BuiltCycle:
     Attributes:
         cycle: chains or trees.
         head: the drafter's lm_head, for chains or for trees.
-        bigrams, texts: see :class:`LoadedModels`.
+        texts: see :class:`LoadedModels`.
+        has_trees: trees are verified, not chains.
     """
 
     cycle: DecodeCycle
     head: DraftHead | RecordedHead
-    bigrams: Bigrams | None
     texts: Texts | None
+    has_trees: bool
 
     @classmethod
     def build(
@@ -206,33 +206,32 @@ class BuiltCycle:
         Raises:
             ConfigError: the user asked for trees of a target that has none.
         """
-        k, head, bigrams, texts = loaded.num_candidates, loaded.head, loaded.bigrams, loaded.texts
+        has_trees, head, texts = loaded.verifies_trees, loaded.head, loaded.texts
         obstacle = _default_tree_obstacle(loaded, target_runner)
         if obstacle is not None:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
-            k, bigrams, texts = 1, None, None
-            lm_head = unwrap_lora_layer(target_runner.model.lm_head)
-            head = DraftHead.of(draft_runner.model, lm_head, get_parallel().tp_group, k=1)
+            has_trees, head, texts = False, head.for_chains(), None
         simulated = simulation(draft_runner.device)
         has_pairs = draft_runner.model.dflash_config.pairs is not None
-        simulated.check(target_runner.model_config.vocab_size, loaded.block_size - 1, k, has_pairs)
+        num_drafts, vocab_size = loaded.block_size - 1, target_runner.model_config.vocab_size
+        simulated.check(vocab_size, num_drafts, head.num_candidates, has_pairs)
         if get_spec().speculative_adaptive:
             simulated.note_adaptive()
         head = simulated.head(head)
         verification: Verification
-        if k == 1:
+        if not has_trees:
             prepare_chains(target_runner.attn_backend)
             attention = chain_attention(target_runner, loaded.block_size)
-            verification = ChainVerification(target_runner, loaded.block_size, simulated, attention)
+            verification = ChainVerification(target_runner, loaded.block_size, simulated, loaded.bigrams, attention)
         else:
             verification = TreeVerification(
                 target_runner,
                 get_spec().speculative_num_draft_tokens,
                 loaded.block_size,
                 simulated,
+                loaded.bigrams,
                 attention=TreeAttentionBackend(target_runner),
                 num_candidates=head.num_candidates,
-                bigrams=bigrams,
                 texts=texts,
                 counts_accepted=get_spec().speculative_adaptive or loaded.metrics.are_exported,
             )
@@ -247,12 +246,12 @@ class BuiltCycle:
             simulation=simulated,
             clock=loaded.metrics.clock,
         )
-        return cls(cycle, head, bigrams, texts)
+        return cls(cycle, head, texts, has_trees)
 
 
 def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> str | None:
     """Return why a target gets chains where trees are the default; None: it gets what was asked for, or trees."""
-    if loaded.num_candidates == 1 or loaded.asks_for_trees:
+    if not loaded.verifies_trees or loaded.asks_for_trees:
         return None
     obstacle = tree_obstacle(target_runner)
     if obstacle is None:
@@ -319,6 +318,7 @@ def describe(
     """Return the part of `/server_info` that is about the server and its cycles."""
     return {
         "block_size": loaded.block_size,
+        "verified_as": "trees" if built.has_trees else "chains",
         "verified_rows": built.cycle.verification.num_tokens,
         "candidates_per_position": built.head.num_candidates,
         "draft_attention_backend": draft_runner.decode_attention_backend_str,
@@ -332,7 +332,7 @@ def describe(
         "cycle_bytes": asdict(pools.cycle_memory)
         | {
             "penalties": loaded.sampler.penalty_bytes,
-            "bigrams": 0 if built.bigrams is None else built.bigrams.nbytes,
+            "bigrams": 0 if loaded.bigrams is None else loaded.bigrams.nbytes,
             "texts": 0 if built.texts is None else built.texts.nbytes,
         },
         "adaptive_graphs": _describe_graphs(serving.graphs),

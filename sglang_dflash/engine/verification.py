@@ -1,7 +1,8 @@
 """The drafts that the target verifies, as a chain or as a tree, and the tokens it accepts of them.
 
-One drafter forward gives a distribution for every position of a block. A chain takes the best token of each position. A
-tree takes the N - 1 most probable paths, so that a second choice is verified where the first is wrong.
+One drafter forward gives a distribution for every position of a block. A table of it says how probable each draft is
+after the draft before. A chain takes the most probable draft each time. A tree takes the N - 1 most probable paths, so
+that a second choice is verified where the first is wrong.
 
 A strategy is made once per server. Everything that differs between chains and trees is here: memory, drafts, attention,
 acceptance, draft lengths. What is common is in :class:`sglang_dflash.engine.cycle.DecodeCycle`.
@@ -64,16 +65,25 @@ class Verification(ABC):
         num_tokens: the largest N.
     """
 
-    def __init__(self, target_runner: ModelRunner, num_tokens: int, block_size: int, simulation: Simulation) -> None:
+    def __init__(
+        self,
+        target_runner: ModelRunner,
+        num_tokens: int,
+        block_size: int,
+        simulation: Simulation,
+        bigrams: Bigrams,
+    ) -> None:
         """
         Args:
             target_runner: the target's, with its attention backend.
             num_tokens: see the class.
             block_size: B.
             simulation: replaces what is drafted and accepted, for benchmarks.
+            bigrams: pairs of tokens in the texts of all running requests.
         """
         self.num_tokens = num_tokens
         self._target_runner, self._block_size, self._simulation = target_runner, block_size, simulation
+        self._bigrams = bigrams
 
     # --- memory and attention -----------------------------------------------------------------------------------------
 
@@ -184,17 +194,21 @@ class Verification(ABC):
         target_tokens: torch.Tensor,
         seq_lens: torch.Tensor,
         req_pool_indices: torch.Tensor,
+        is_undecided: torch.Tensor | None = None,
     ) -> Acceptance:
-        """Accept a prefix of each chain.
+        """Accept a prefix of each chain, and add it to the request's text.
 
         Args:
             block_tokens: [n, W] int64.
             target_tokens: n * W int64 of any shape. The target's choice after each token.
             seq_lens: [n] int64.
             req_pool_indices: [n] int64.
+            is_undecided: [n] int64. 1 for requests whose tokens SGLang's sampler chooses later. None: there are none.
         """
         accepted = ops.accept_prefix(block_tokens, target_tokens.view_as(block_tokens), seq_lens)
-        return self._simulation.accept(accepted, block_tokens, seq_lens)
+        accepted = self._simulation.accept(accepted, block_tokens, seq_lens)
+        self._bigrams.add(req_pool_indices, block_tokens[:, 0], accepted, is_undecided)
+        return accepted
 
     @abstractmethod
     def context_slots(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> torch.Tensor:
@@ -215,14 +229,15 @@ class ChainVerification(Verification):
         target_runner: ModelRunner,
         block_size: int,
         simulation: Simulation,
+        bigrams: Bigrams,
         attention: ChainAttentionBackend | None,
     ) -> None:
         """
         Args:
-            target_runner, block_size, simulation: see :class:`Verification`.
+            target_runner, block_size, simulation, bigrams: see :class:`Verification`.
             attention: in graphs, instead of the target's own; None: the target's own.
         """
-        super().__init__(target_runner, block_size, block_size, simulation)
+        super().__init__(target_runner, block_size, block_size, simulation, bigrams)
         self._attention = attention
         self._path = torch.arange(block_size, device=target_runner.device)[None]
 
@@ -251,7 +266,10 @@ class ChainVerification(Verification):
         return Drafts(block.input_ids.view(batch.batch_size, -1))
 
     def draft(self, head: DraftHead, hidden_states: torch.Tensor, batch: ForwardBatch, block: Block) -> Drafts:
-        return Drafts(head.draft_chains(hidden_states, block))
+        block_tokens = block.input_ids.view(batch.batch_size, -1)
+        candidates, _, ranks = head.table(hidden_states, block, self._bigrams.tables)
+        ops.follow_table(candidates, ranks, block_tokens)
+        return Drafts(block_tokens)
 
     def accept(
         self,
@@ -262,7 +280,9 @@ class ChainVerification(Verification):
         target_tokens: torch.Tensor,
     ) -> Verified:
         block_tokens = batch.input_ids.view(batch.batch_size, -1)
-        accepted = self.accept_chains(block_tokens, target_tokens, batch.seq_lens, batch.req_pool_indices)
+        accepted = self.accept_chains(
+            block_tokens, target_tokens, batch.seq_lens, batch.req_pool_indices, is_undecided=block.is_chain
+        )
         paths = self._path[:, : block_tokens.shape[1]].expand(batch.batch_size, -1)
         return Verified(accepted, output.hidden_states, paths)
 
@@ -294,24 +314,23 @@ class TreeVerification(Verification):
         num_tokens: int,
         block_size: int,
         simulation: Simulation,
+        bigrams: Bigrams,
         attention: TreeAttentionBackend,
         num_candidates: int,
-        bigrams: Bigrams,
         texts: Texts,
         counts_accepted: bool,
     ) -> None:
         """
         Args:
-            target_runner, num_tokens, block_size, simulation: see :class:`Verification`.
+            target_runner, num_tokens, block_size, simulation, bigrams: see :class:`Verification`.
             attention: of the target's layers with KV.
             num_candidates: K.
-            bigrams: pairs of tokens in the texts of all running requests.
             texts: of all running requests.
             counts_accepted: fill `Verified.tree_counts`.
         """
-        super().__init__(target_runner, num_tokens, block_size, simulation)
+        super().__init__(target_runner, num_tokens, block_size, simulation, bigrams)
         self._attention, self._eager_backend = attention, attention.of_target()
-        self._num_candidates, self._bigrams, self._texts = num_candidates, bigrams, texts
+        self._num_candidates, self._texts = num_candidates, texts
         # By the nodes of a tree: see `Verified.tree_counts`. CUDA graphs hold its address.
         self._counts = None
         if counts_accepted:
@@ -424,10 +443,10 @@ class TreeVerification(Verification):
         target_tokens: torch.Tensor,
         seq_lens: torch.Tensor,
         req_pool_indices: torch.Tensor,
+        is_undecided: torch.Tensor | None = None,
     ) -> Acceptance:
-        accepted = super().accept_chains(block_tokens, target_tokens, seq_lens, req_pool_indices)
-        self._bigrams.add(req_pool_indices, block_tokens[:, 0], accepted)
-        self._texts.add(req_pool_indices, seq_lens, accepted)
+        accepted = super().accept_chains(block_tokens, target_tokens, seq_lens, req_pool_indices, is_undecided)
+        self._texts.add(req_pool_indices, seq_lens, accepted, is_undecided)
         return accepted
 
     def context_slots(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> torch.Tensor:

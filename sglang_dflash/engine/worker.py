@@ -157,8 +157,8 @@ class DFlashWorker(BaseSpecWorker):
         failures = self._loaded.sampler.begin_requests(batch, next_token_ids)
         if self._pools.states is not None:
             self._pools.states.begin_prefill(batch)
-        if self._built.bigrams is not None:
-            self._built.bigrams.begin(batch, next_token_ids)
+        if self._loaded.bigrams is not None:
+            self._loaded.bigrams.begin(batch, next_token_ids)
         if self._built.texts is not None:
             self._built.texts.begin(batch, next_token_ids)
         return failures
@@ -166,8 +166,7 @@ class DFlashWorker(BaseSpecWorker):
     def begin_transferred(self, batch: ScheduleBatch) -> None:
         """Begin the same state for requests that another server has prefilled, with their first token."""
         self._loaded.sampler.begin_transferred(batch)
-        if self._built.bigrams is not None:
-            self._built.bigrams.begin_transferred(batch)
+        self._loaded.bigrams.begin_transferred(batch)
         if self._built.texts is not None:
             self._built.texts.begin_transferred(batch)
 

@@ -23,19 +23,23 @@ def hide_candidates(server_args: ServerArgs) -> None:
 
 
 def asks_for_trees(server_args: ServerArgs) -> bool:
-    """Return whether `--speculative-eagle-topk` asks for trees; :func:`num_candidates` says what is served."""
+    """Return whether `--speculative-eagle-topk` asks for trees; :func:`verifies_trees` says what is served."""
     return (server_args.speculative_eagle_topk or 1) > 1
 
 
-def num_candidates(server_args: ServerArgs) -> int:
-    """Return the candidates for every position of a tree of drafts; 1: drafts are verified in chains.
+def verifies_trees(server_args: ServerArgs) -> bool:
+    """Return whether drafts are verified in trees, as far as the target allows it. Otherwise they are chains.
 
     Without `--speculative-eagle-topk` a GPU verifies trees with as many nodes as a block has tokens.
     """
     if server_args.speculative_eagle_topk is not None:
-        return server_args.speculative_eagle_topk
-    has_trees = device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args) is None
-    return DEFAULT_CANDIDATES if has_trees else 1
+        return asks_for_trees(server_args)
+    return device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args) is None
+
+
+def num_candidates(server_args: ServerArgs) -> int:
+    """Return the candidates for every position of a tree or a chain of drafts."""
+    return server_args.speculative_eagle_topk if asks_for_trees(server_args) else DEFAULT_CANDIDATES
 
 
 def default_tree_obstacle(server_args: ServerArgs) -> str | None:

@@ -11,8 +11,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang_dflash import ops
 from sglang_dflash.vocab.shard import VocabShard
 
-# Largest logits, [T, k] float32, descending. Their tokens, [T, k] int64. Log-sum-exp of all logits, [T] float32.
-Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Largest logits, [T, k] float32, descending. Their tokens, [T, k] int64. Log-sum-exp of all logits, [T] float32; None:
+# it was not computed.
+Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class VocabTop:
@@ -36,7 +37,7 @@ class VocabTop:
         tops = [self._of_part(columns, first_token) for columns, first_token in self._shard.split(logits)]
         return self._across_ranks(self._merge(tops or [_nothing(logits)]))
 
-    def of_one_part(self, values: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor) -> Top:
+    def of_one_part(self, values: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor | None) -> Top:
         """Reduce the k best logits, [T, k], of a shard that is one part, their columns and log-sum-exps."""
         first_token = self._shard.first_token
         return self._across_ranks((values, columns + first_token if first_token else columns, log_sums))
@@ -54,7 +55,8 @@ class VocabTop:
         if len(tops) == 1 and tops[0][0].shape[1] == self._k:
             return tops[0]
         values, tokens = (torch.cat(parts, dim=1) for parts in zip(*((v, t) for v, t, _ in tops), strict=True))
-        log_sums = torch.stack([log_sum for _, _, log_sum in tops]).logsumexp(dim=0)
+        log_sums = [log_sum for _, _, log_sum in tops if log_sum is not None]
+        log_sums = torch.stack(log_sums).logsumexp(dim=0) if log_sums else None
         missing = max(0, self._k - values.shape[1])
         # The shard has fewer tokens.
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
@@ -70,12 +72,14 @@ def _nothing(logits: torch.Tensor) -> Top:
     return values, values.to(torch.int64), torch.full((rows,), -torch.inf, device=logits.device)
 
 
-def _pack(values: torch.Tensor, tokens: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
-    """Return a result as [T, 2 k + 1] int64, for :meth:`VocabShard.gather`."""
-    return torch.cat((values.view(torch.int32), tokens, log_sums.view(torch.int32)[:, None]), dim=1)
+def _pack(values: torch.Tensor, tokens: torch.Tensor, log_sums: torch.Tensor | None) -> torch.Tensor:
+    """Return a result as [T, 2 k + 1] int64, or [T, 2 k] without sums, for :meth:`VocabShard.gather`."""
+    sums = [] if log_sums is None else [log_sums.view(torch.int32)[:, None]]
+    return torch.cat((values.view(torch.int32), tokens, *sums), dim=1)
 
 
 def _unpack(packed: torch.Tensor) -> Top:
-    k = packed.shape[1] // 2
-    values, tokens, log_sums = packed.split((k, k, 1), dim=1)
-    return values.to(torch.int32).view(torch.float32), tokens, log_sums[:, 0].to(torch.int32).view(torch.float32)
+    k, has_sums = divmod(packed.shape[1], 2)
+    values, tokens, log_sums = packed.split((k, k, has_sums), dim=1)
+    log_sums = log_sums[:, 0].to(torch.int32).view(torch.float32) if has_sums else None
+    return values.to(torch.int32).view(torch.float32), tokens, log_sums

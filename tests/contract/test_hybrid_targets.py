@@ -47,13 +47,13 @@ def test_trees(arguments, num_nodes, block_size):
     assert sizes == (block_size, num_nodes or 16)
 
 
-@pytest.mark.parametrize(("topk", "num_candidates"), [(None, 16), (1, 1), (8, 8)])
-def test_trees_are_the_default_on_a_gpu(arguments, monkeypatch, caplog, topk, num_candidates):
+@pytest.mark.parametrize(("topk", "has_trees", "num_candidates"), [(None, True, 16), (1, False, 16), (8, True, 8)])
+def test_trees_are_the_default_on_a_gpu(arguments, monkeypatch, caplog, topk, has_trees, num_candidates):
     monkeypatch.setattr("sglang_dflash.server_args.trees.TREE_DEVICES", ("cuda", "cpu"))
     with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"):
         server_args = asked(speculative_eagle_topk=topk, **arguments)
 
-    assert trees.num_candidates(server_args) == num_candidates
+    assert (trees.verifies_trees(server_args), trees.num_candidates(server_args)) == (has_trees, num_candidates)
     assert not any("in chains" in record.getMessage() for record in caplog.records)
 
 

@@ -13,9 +13,8 @@ from support import hybrid, targets
 from support.gpus import GPUS
 
 from models.tiny import TARGET_DIR
-from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES
 from sglang_dflash.server_args.backends import draft_attention_backends
-from sglang_dflash.server_args.trees import num_candidates
+from sglang_dflash.server_args.trees import verifies_trees
 
 # By kind of target and compute capability: the attention backend of the target and of the drafter.
 SAME_AS_TARGET = dict.fromkeys(GPUS, "flashinfer") | {"sm_90": "fa3"}
@@ -175,7 +174,7 @@ def chain_lines(caplog, **flags) -> list[str]:
     with GPUS["sm_90"].resolving(), caplog.at_level(logging.INFO, logger="sglang_dflash"):
         args = asked(**on_gpu(**flags))
     lines = [record.getMessage() for record in caplog.records if "in chains, not in trees" in record.getMessage()]
-    assert num_candidates(args) == (1 if lines else args.speculative_eagle_topk or DEFAULT_CANDIDATES)
+    assert verifies_trees(args) == (not lines and args.speculative_eagle_topk != 1)
     return [line.removeprefix("Drafts are verified in chains, not in trees: ") for line in lines]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from support.oracle.decode import DFlashOutput, dflash_generate
 from support.oracle.drafter import ReferenceDrafter
+from support.oracle.tree import CANDIDATES
 from transformers import AutoModelForCausalLM
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
@@ -43,7 +44,7 @@ class Oracle:
         draft_window: int | None = None,
         page_size: int = 1,
         num_nodes: int | None = None,
-        num_candidates: int = 1,
+        num_candidates: int = CANDIDATES,
     ) -> DFlashOutput:
         sizes = block_size, draft_window, page_size, num_nodes, num_candidates
         return self._generate(tuple(input_ids), max_new_tokens, ignore_eos, *sizes)

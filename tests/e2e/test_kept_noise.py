@@ -1,11 +1,16 @@
 """Sampled answers of the fast path are a function of prompt, parameters and seed, whatever is drafted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from serving import DEFAULT, REQUESTS_TREES, RETRACT, SMALL_POOL, Settings, trees
+from support.oracle.drafter import ReferenceDrafter
+from training.cycles import CHAIN, Draws
+from training.tiny.report import cycles_of
 from transformers import AutoModelForCausalLM
 
-from models.tiny import TARGET_DIR
+from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.ops.reference.row_max import row_max
 from sglang_dflash.ops.reference.sample_rows import sample_rows
 from sglang_dflash.types import DrawParameters
@@ -69,6 +74,28 @@ def test_answers_are_a_function_of_their_seed(settings, pair, prompts, target):
     assert cycles < len(requests) * (NEW_TOKENS - 1)
     if settings == RETRACTED:
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+
+@pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)
+def test_chains_follow_the_noise(pair, prompts, target):
+    """Cycles of sampled requests accept what a table with their noise accepts, and that is more than without it."""
+    drafter = ReferenceDrafter.from_pretrained(DRAFTER_DIR, torch.float32)
+    requests = [
+        {"input_ids": prompts[i], "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": 7 + i, "temperature": 0.7}
+        for i in range(6)
+    ]
+
+    answers = pair.dflash.generate_concurrently(requests)
+
+    counts = []
+    for request, answer in zip(requests, answers, strict=True):
+        draws = Draws.of(torch.tensor([request["sampling_seed"]]), request["temperature"])
+        texts = request["input_ids"], answer["output_ids"]
+        cycles, without = cycles_of(target, drafter, *texts, draws, [CHAIN, replace(CHAIN, has_noise=False)])
+        counts.append((answer["meta_info"]["spec_verify_ct"], len(cycles), len(without)))
+    served, expected, without_noise = zip(*counts, strict=True)
+    assert served == expected
+    assert sum(served) < sum(without_noise)
 
 
 @pytest.mark.parametrize("settings", [DEFAULT], indirect=True, ids=str)

@@ -32,9 +32,15 @@ def test_every_cycle_of_a_single_request(pair, prompts, oracle, index):
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_cycles_of_a_batch(pair, prompts, oracle, start):
+    """SGLang's sampler chooses the tokens of requests for log probabilities. Their drafts are the same."""
     batch = prompts[start : start + 8]
 
-    answers = pair.dflash.generate(batch, max_new_tokens=MAX_NEW_TOKENS)
+    answers = pair.dflash.generate_concurrently(
+        [
+            {"input_ids": prompt, "max_new_tokens": MAX_NEW_TOKENS, "return_logprob": i % 2 == 1}
+            for i, prompt in enumerate(batch)
+        ]
+    )
 
-    for prompt, answer in zip(batch, answers):
+    for prompt, answer in zip(batch, answers, strict=True):
         assert_same_cycles(answer, oracle.generate(prompt, MAX_NEW_TOKENS))

@@ -7,7 +7,7 @@ from serving import Settings, trees
 
 SIMULATED = (("SGLANG_SIMULATE_ACC_LEN", "4"),)
 # Tokens with drafts, drafts per token, candidates per draft.
-LENGTH, DEPTHS, CANDIDATES = 240, 15, 8
+LENGTH, DEPTHS, CANDIDATES = 240, 15, 16
 
 
 @pytest.mark.parametrize(

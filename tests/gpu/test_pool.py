@@ -121,7 +121,7 @@ def test_full_pool(tmp_path):
     print(f"\n{described['kv_bytes_per_token']} bytes per token, room for {described['kv_capacity_tokens']} tokens")
     print(f"{result['rounds'][0]['num_retractions']} retractions, {least_free} MiB free at the fullest")
 
-    assert described["candidates_per_position"] == 16
+    assert described["verified_as"] == "trees"
     assert described["cycle_bytes"]["bigrams"] > 0
     assert described["cycle_bytes"]["texts"] > 0
     per_layer = 2 * KV_HEADS * HEAD_DIM * 2
@@ -176,7 +176,7 @@ def test_requests_of_every_kind(tmp_path, is_seeded):
     counted = {name: num_bytes >> 20 for name, num_bytes in result["described"]["cycle_bytes"].items()}
     print(f"\nMiB counted: {counted}; free at the fullest of each round: {least_free}")
     assert result["running"] == RUNNING
-    assert result["described"]["candidates_per_position"] == (1 if is_seeded else 16)
+    assert result["described"]["verified_as"] == ("chains" if is_seeded else "trees")
     assert_served(result)
     for of_round, kinds in zip(result["rounds"][1:], rounds[1:], strict=True):
         lens = zip(of_round["num_logprobs"], of_round["output_lens"])

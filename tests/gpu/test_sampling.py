@@ -52,7 +52,8 @@ def ask_in_parallel(folder: Path, engines: list[dict], calls: list[list[dict]]) 
         of_engine.mkdir()
         answers, described = run(of_engine, engines[number], calls[number])
         assert described["worker"] == "DFlashWorker"
-        assert described["candidates_per_position"] == engines[number]["speculative_eagle_topk"]
+        has_trees = engines[number]["speculative_eagle_topk"] > 1
+        assert described["verified_as"] == ("trees" if has_trees else "chains")
         return answers
 
     with ThreadPoolExecutor(len(engines)) as threads:
@@ -88,7 +89,7 @@ def check(name: str, shape: str, answers: list[dict]) -> torch.Tensor:
     print(f"\n{name}, {shape}: {len(tokens)} continuations, {decoded / cycles:.2f} tokens per cycle, p = {p:.4f}")
     assert len(tokens) >= NUM_WANTED
     # Some drafts are accepted and some are refused.
-    assert 1.1 < decoded / cycles < (3.5 if shape == "chains" else 3.9)
+    assert 1.1 < decoded / cycles < 3.9
     assert p > SIGNIFICANCE
     return tokens
 

@@ -57,7 +57,7 @@ def test_lossless_and_acceptance(backend, shape, engines, prompts):
     described = engines.describe(served(backend, shape))
     assert described["worker"] == "DFlashWorker"
     assert described["verified_rows"] == 16
-    assert described["candidates_per_position"] == (16 if shape == "trees" else 1)
+    assert described["verified_as"] == shape
     assert ON_CPU or described["draft_attention_backend"] == backend
 
     compared, rate = check_texts(engines, served(backend, shape), of_plain, pair_calls(prompts))
@@ -104,11 +104,11 @@ def test_sampled_requests_are_drawn_in_the_graph(backend, shape, engines, prompt
     assert all(cycle["replayed"] and cycle["plain"] for cycle in cycles)
     rates = {"greedy": tokens_per_cycle(answers[::2]), "sampled": tokens_per_cycle(answers[1::2])}
     print(f"\n{backend}, {shape}: {rates} tokens per cycle")
-    # The acceptance of chains on a CPU with the same prompts and SGLang's own sampler; other texts are about as hard to
-    # draft. Sampled texts vary most: five seeds gave 1.70 to 1.95 there, and a text that repeats is easy.
+    # The acceptance of chains with the same prompts, simulated on a CPU. Other texts are about as hard to draft.
+    # Sampled texts vary most: five seeds gave 1.70 to 1.95 with chains of the best tokens. A text that repeats is easy.
     if shape == "chains" and not ON_CPU:
-        assert rates["greedy"] == pytest.approx(4.83, rel=0.1)
-        assert rates["sampled"] == pytest.approx(1.80, rel=0.25)
+        assert rates["greedy"] == pytest.approx(5.77, rel=0.1)
+        assert rates["sampled"] == pytest.approx(1.91, rel=0.25)
     assert rates["sampled"] > 1.3
 
 
@@ -167,7 +167,7 @@ def test_every_flag_at_its_default(engines, prompts):
     # Other engines share the GPU.
     config = replace(config, arguments=defaults | {"max_total_tokens": 60_000})
     worker = engines.describe(config)
-    assert (worker["verified_rows"], worker["candidates_per_position"]) == (16, 16)
+    assert (worker["verified_as"], worker["verified_rows"]) == ("trees", 16)
     graphs = worker["adaptive_graphs"]
     print(f"\n{graphs}")
     assert set(graphs["batch_sizes_by_verified_rows"]) > {"1", "16"}

@@ -107,25 +107,15 @@ def test_sampled_conditionals(fill, device):
 
 
 @BOTH
-@pytest.mark.parametrize("has_texts", [True, False])
-def test_requests_of_sglang_sampler_have_neither_noise_nor_text(fill, has_texts, device):
-    args = arguments(2, 5, 8, device, share=1.0)
-    args[5], args[8] = parameters_for(2, device, temperatures=[1.0, 1.0]), torch.ones_like(args[8])
-    if not has_texts:
-        args[7] = None
-    log_probs, ranks = fill(*args)
-    for request, depth, before in itertools.product(range(2), range(5), range(8)):
-        want, order = scores_of(args, request, depth, before).log_softmax(dim=0).sort(descending=True)
-        assert torch.equal(ranks[request, depth, before].long(), order)
-        assert ((log_probs[request, depth, before] - want).abs() < 1e-4).all()
-
-
-@BOTH
-def test_without_texts(fill, device):
-    """No table of bigrams is an empty table."""
-    args = arguments(4, 5, 6, device, share=0)
-    got, want = fill(*args[:7], None, *args[8:]), fill(*args)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+def test_requests_of_sglang_sampler_have_no_noise(fill, device):
+    """Theirs is the table of greedy requests."""
+    args = arguments(3, 5, 8, device, share=0.4)
+    tables = {}
+    for temperature, is_chain in ((1.0, 1), (0, 0), (1.0, 0)):
+        args[5], args[8] = parameters_for(3, device, [temperature]), torch.full_like(args[8], is_chain)
+        tables[temperature, is_chain] = fill(*args)
+    assert all(map(torch.equal, tables[1.0, 1], tables[0, 0]))
+    assert not torch.equal(tables[1.0, 1][0], tables[1.0, 0][0])
 
 
 @BOTH

@@ -26,6 +26,29 @@ def test_matches_reference(bs, depths, k, device):
     assert torch.equal(got[1].sort(dim=-1).values.long(), torch.arange(k, device=device).expand_as(got[1]))
 
 
+@pytest.mark.parametrize(("bs", "depths", "k"), [(0, 15, 16), (5, 15, 8), (3, 7, 5), (2, 63, 16), (4, 1, 1)])
+def test_without_sums_matches_reference(bs, depths, k, device):
+    args = list(drafts_for(bs, depths, k, device))
+    args[2] = None
+    got, want = fill_table(*args), reference(*args)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    assert (got[1] == want[1]).double().mean() > 0.99 if got[1].numel() else True
+
+
+@BOTH
+def test_order_does_not_need_sums(fill, device):
+    """Chains follow the order. A candidate that is impossible to the drafter, or no number, does not change it."""
+    args = list(drafts_for(9, 7, 6, device))
+    args[1][1, 2, 4:] = float("-inf")
+    args[1][2, 3, 3:] = float("nan")
+    _, want = fill(*args)
+    args[2] = None
+    log_probs, ranks = fill(*args)
+    assert torch.equal(ranks, want)
+    # Candidates have all probability. A sampled request's noise counts, too.
+    torch.testing.assert_close(log_probs.exp().sum(dim=-1), torch.ones_like(log_probs[..., 0]))
+
+
 @BOTH
 def test_rows_descend_and_sum_to_one_at_most(fill, device):
     log_probs, _ = fill(*drafts_for(9, 7, 6, device))
@@ -74,13 +97,14 @@ def test_sampled_conditionals(fill, device):
 
 
 @BOTH
-def test_requests_of_sglang_sampler_have_neither_noise_nor_text(fill, device):
-    args = drafts_for(2, 5, 8, device, share=1.0)
-    parameters = parameters_for(2, device, temperatures=[1.0, 1.0])
-    log_probs, ranks = fill(*args[:3], parameters, *args[4:6], torch.ones_like(args[6]), *args[7:])
-    plain = args[1] - args[2][:, :, None]
-    torch.testing.assert_close(log_probs, plain[:, :, None, :].expand_as(log_probs))
-    assert (ranks == torch.arange(8, device=device)).all()
+def test_requests_of_sglang_sampler_have_no_noise(fill, device):
+    """Theirs is the table of greedy requests."""
+    args = drafts_for(3, 5, 8, device, share=0.4)
+    sampled, greedy = (parameters_for(3, device, temperatures=[temperature]) for temperature in (1.0, 0))
+    log_probs, ranks = fill(*args[:3], sampled, *args[4:6], torch.ones_like(args[6]), *args[7:])
+    want, want_ranks = fill(*args[:3], greedy, *args[4:6], torch.zeros_like(args[6]), *args[7:])
+    assert torch.equal(log_probs, want) and torch.equal(ranks, want_ranks)
+    assert not torch.equal(log_probs, fill(*args[:3], sampled, *args[4:6], torch.zeros_like(args[6]), *args[7:])[0])
 
 
 @BOTH

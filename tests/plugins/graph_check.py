@@ -62,12 +62,13 @@ def register():
     def run_twice(worker, forward_batch, can_run_cuda_graph=False):
         if not can_run_cuda_graph or not os.path.exists(RECORDS):
             return verify(worker, forward_batch, can_run_cuda_graph)
-        runner, cycle, bigrams = worker.target_worker.model_runner, worker._built.cycle, worker._built.bigrams
+        runner, cycle, bigrams = worker.target_worker.model_runner, worker._built.cycle, worker._loaded.bigrams
         graphs, bs = runner.decode_cuda_graph_runner, forward_batch.batch_size
         # As `_run_cycle` got it from `graphs.inputs`.
         block = graphs._inputs[bs].block
         # What a cycle reads and changes, besides the slots of its own tokens.
-        changed = [] if bigrams is None else [bigrams.tables, worker._built.texts.tokens]
+        texts = worker._built.texts
+        changed = [bigrams.tables] if texts is None else [bigrams.tables, texts.tokens]
         states = cycle._states
         if states is not None:
             changed += [states._states.conv, states._states.temporal]

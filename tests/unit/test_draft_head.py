@@ -1,4 +1,4 @@
-"""The drafter's best tokens over tensor-parallel ranks, with SGLang's own process groups (gloo) and lm_head."""
+"""Best tokens over tensor-parallel ranks, of the drafter and the target, with SGLang's process groups and lm_head."""
 
 import multiprocessing
 from functools import cache
@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
-from sglang_dflash.vocab.argmax import pack, unpack
+from sglang_dflash.vocab.argmax import VocabArgmax, pack, unpack
 
 NUM_ROWS = 24
 # (vocabulary, added tokens): one token, ranks without a token, a part that ends inside a shard, parts of any length.
@@ -63,12 +63,6 @@ def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
     return lm_head
 
 
-def with_best(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits whose best token in every row is far above the others, so that float8 resolves it."""
-    best = torch.arange(NUM_ROWS) * 37 % logits.shape[1]
-    return logits.scatter(1, best[:, None], 30.0)
-
-
 def with_some_best(logits: torch.Tensor) -> torch.Tensor:
     """Return logits with SHORTLISTED best tokens in different groups, each far from the next."""
     place = torch.arange(SHORTLISTED)
@@ -77,16 +71,18 @@ def with_some_best(logits: torch.Tensor) -> torch.Tensor:
     return logits.scatter(1, tokens, (30 - 2 * place).to(logits.dtype).expand(NUM_ROWS, -1))
 
 
-def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks [NUM_ROWS, 2] before and after the lm_head's weights change."""
+def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Return results of `DraftHead.candidates` before and after the lm_head's weights change, and for chains."""
     lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)
-    head, block = DraftHead(lm_head, get_tp_group(), 1), torch.full((NUM_ROWS, 2), 3)
-    assert type(head._shortlist) is shortlist.Shortlist or not lm_head.shard_indices.num_org_elements
-    before = head(block, hidden_states)
+    head = DraftHead(lm_head, get_tp_group(), SHORTLISTED, for_trees=True)
+    assert type(head._shortlist) is shortlist.Shortlist
+    before = head.candidates(hidden_states, NUM_ROWS)
     lm_head.weight.data.copy_(lm_head_of(changed, 0).weight)
     shortlist.weights_have_changed()
     head.refresh()
-    return before, head(block, hidden_states)
+    after, of_chains = (some.candidates(hidden_states, NUM_ROWS) for some in (head, head.for_chains()))
+    assert of_chains[2] is None
+    return [tuple(values[:, 0] for values in found) for found in (before, after, (*of_chains[:2], after[2]))]
 
 
 def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
@@ -96,15 +92,17 @@ def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
-    """Return blocks [NUM_ROWS, 2] whose second token has the row's logits, and the results of `DraftHead.candidates`.
+    """Return the rows' best tokens, and results of `DraftHead.candidates` for drafts that have the rows' logits.
 
-    Those are the candidates for the second token, their logits, and the rows' log-sum-exps.
+    Those are the candidates, their logits, and the rows' log-sum-exps.
     """
     k = min(CANDIDATES, logits.shape[1])
-    head = DraftHead(lm_head_of(logits, num_added), get_tp_group(), k)
-    hidden_states = hidden_states_of(logits.dtype)
-    block = head(torch.full((NUM_ROWS, 2), 3), hidden_states)
-    return block, *(values[:, 0] for values in head.candidates(hidden_states, NUM_ROWS))
+    lm_head, hidden_states = lm_head_of(logits, num_added), hidden_states_of(logits.dtype)
+    head = DraftHead(lm_head, get_tp_group(), k, for_trees=True)
+    best = VocabArgmax(lm_head, get_tp_group())(lm_head.quant_method.apply(lm_head, hidden_states[1::2]))
+    found, of_chains = (some.candidates(hidden_states, NUM_ROWS) for some in (head, head.for_chains()))
+    assert torch.equal(of_chains[0], found[0]) and torch.equal(of_chains[1], found[1]) and of_chains[2] is None
+    return best, *(values[:, 0] for values in found)
 
 
 def serve_rank(rank: int, world_size: int, folder: str) -> None:
@@ -128,19 +126,13 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
             drafts["exact", vocabulary, dtype] = draft(logits, num_added)
             drafts["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
     logits = logits_of(4096, torch.float32)
-    head = DraftHead(lm_head_of(logits, 0), get_tp_group(), CANDIDATES, multiplier=4.0, softcap=3.0)
-    found = head.candidates(hidden_states_of(logits.dtype), NUM_ROWS)
-    drafts["capped"] = [values[:, 0] for values in found]
+    head = DraftHead(lm_head_of(logits, 0), get_tp_group(), CANDIDATES, for_trees=True, multiplier=4.0, softcap=3.0)
+    found, of_chains = (some.candidates(hidden_states_of(logits.dtype), NUM_ROWS) for some in (head, head.for_chains()))
+    drafts["capped"] = [values[:, 0] for values in (*found, *of_chains[:2])]
     # Pretend that a GPU is present on which the shortlist is faster, and that the vocabularies are large.
     shortlist.small_m_linear.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
-    for vocabulary, num_added in VOCABULARIES:
-        if not num_added:
-            logits = with_best(logits_of(vocabulary, torch.bfloat16))
-            drafts["shortlist", vocabulary] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16))
-    head = DraftHead(lm_head_of(logits, 0), get_tp_group(), SHORTLISTED)
-    found = head.candidates(hidden_states_of(logits.dtype), NUM_ROWS)
-    drafts["candidates of shortlist"] = [values[:, 0] for values in found]
+    drafts["shortlist"] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     torch.save(drafts, f"{folder}/{rank}")
 
 
@@ -177,29 +169,21 @@ def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
     expected = logits_of(vocabulary, dtype).argmax(dim=-1)
 
     for drafts in ranks(world_size):
-        block, *_ = drafts["exact", vocabulary, dtype]
-        assert block[:, 0].tolist() == [3] * NUM_ROWS
-        assert block[:, 1].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("vocabulary", [vocabulary for vocabulary, num_added in VOCABULARIES if not num_added])
-def test_every_rank_has_the_argmax_by_shortlist(ranks, world_size, vocabulary):
-    logits = with_best(logits_of(vocabulary, torch.bfloat16))
-    for drafts in ranks(world_size):
-        for logits_then, block in zip((logits, logits.roll(1, dims=0)), drafts["shortlist", vocabulary], strict=True):
-            assert block[:, 1].tolist() == logits_then.argmax(dim=-1).tolist()
+        best, *_ = drafts["exact", vocabulary, dtype]
+        assert best.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_rank_has_the_best_by_shortlist(ranks, world_size):
+    """Before and after an update of the weights, and for chains after it."""
     logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16)).float()
-    values, tokens = (best[:, :SHORTLISTED] for best in logits.sort(dim=-1, descending=True, stable=True))
+    updated = logits.roll(1, dims=0)
     for drafts in ranks(world_size):
-        candidates, found, log_sums = drafts["candidates of shortlist"]
-        assert torch.equal(candidates, tokens)
-        assert torch.equal(found, values)
-        torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1), rtol=0, atol=1e-3)
+        for of_then, (candidates, found, log_sums) in zip((logits, updated, updated), drafts["shortlist"], strict=True):
+            values, tokens = (best[:, :SHORTLISTED] for best in of_then.sort(dim=-1, descending=True, stable=True))
+            assert torch.equal(candidates, tokens)
+            assert torch.equal(found, values)
+            torch.testing.assert_close(log_sums, of_then.logsumexp(dim=-1), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -228,9 +212,10 @@ def test_logits_are_multiplied_and_capped(ranks, world_size):
     values, tokens = logits.sort(dim=-1, descending=True, stable=True)
 
     for drafts in ranks(world_size):
-        candidates, found, log_sums = drafts["capped"]
-        assert torch.equal(candidates, tokens[:, :CANDIDATES])
+        candidates, found, log_sums, of_chains, found_of_chains = drafts["capped"]
+        assert torch.equal(candidates, tokens[:, :CANDIDATES]) and torch.equal(of_chains, candidates)
         torch.testing.assert_close(found, values[:, :CANDIDATES])
+        torch.testing.assert_close(found_of_chains, found)
         torch.testing.assert_close(log_sums, logits.logsumexp(dim=-1))
 
 

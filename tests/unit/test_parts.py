@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from support.oracle.decode import follow_chain
+from support.oracle.decode import drafts_of
 from support.oracle.drafter import ReferenceDrafter
+from support.oracle.tree import Text, follow_chain
 from support.zlab_outputs import CONFIGS, CONTEXT, TEMPERATURE, block_of, fill, inputs, stored
 
+from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE
 from sglang_dflash.ops.reference.block_conv import block_conv
 from sglang_dflash.ops.reference.fill_pair_table import fill_pair_table
 from sglang_dflash.ops.reference.follow_table import follow_table
@@ -44,7 +46,7 @@ class Case:
     def path(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the greedy drafts for rows [W - 1, H]."""
         logits = self.drafter.draft_logits(rows, self.lm_head)
-        return follow_chain(self.drafter, logits, rows, int(self.block[0]))
+        return follow_chain(drafts_of(self.drafter, logits, rows, Text(self.block[:1].tolist()), 1))
 
     @torch.no_grad()
     def table(self, rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,8 +60,9 @@ class Case:
         zeros = torch.zeros(1, dtype=torch.int64)
         logits = logits[None].float() * scale
         greedy = DrawParameters.greedy(1, "cpu")
+        no_text = torch.zeros(1, TABLE_SIZE, dtype=TABLE_DTYPE)
         table = fill_pair_table(
-            self.block[:1], candidates[None], logits, vectors, 99, greedy, zeros, None, zeros, zeros, zeros
+            self.block[:1], candidates[None], logits, vectors, 99, greedy, zeros, no_text, zeros, zeros, zeros
         )
         return candidates[None], *table
 

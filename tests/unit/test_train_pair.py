@@ -12,7 +12,7 @@ from support.oracle.decode import dflash_generate
 from support.oracle.drafter import ReferenceDrafter
 from support.smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
 from training import smollm2
-from training.cycles import tree_kinds
+from training.cycles import draft_kinds
 from training.loop import TrainSettings
 from training.smollm2 import evaluation
 from training.smollm2.conversations import template_tokens
@@ -138,14 +138,14 @@ def test_measured_cycles_are_those_of_the_batch_1_algorithm(trained, target):
         assert result["tokens"] == len(output.tokens) - 1
         assert result["cycles"] == len(output.accept_lengths)
         lengths += output.accept_lengths
-        for kind in tree_kinds(evaluation.TREES, is_sampled=False):
+        for kind in draft_kinds(evaluation.TREES, is_sampled=False):
             if not kind.has_copies:
                 # No server leaves them out.
                 continue
-            tokens_per_cycle, _ = result["of_trees"][kind.name]
-            trees = {"num_nodes": kind.num_nodes, "num_candidates": kind.num_candidates}
+            tokens_per_cycle, _ = result["of_kinds"][kind.name]
+            sizes = {"num_nodes": kind.num_nodes, "num_candidates": kind.num_candidates}
             output = dflash_generate(
-                target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,), **trees
+                target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,), **sizes
             )
             assert tokens_per_cycle == pytest.approx(result["tokens"] / len(output.accept_lengths), abs=1e-3)
     assert max(lengths) > 1

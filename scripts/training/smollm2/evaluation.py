@@ -16,7 +16,7 @@ from torch import Tensor
 
 from training import processes
 from training.blocks import after_anchors, draft_blocks
-from training.cycles import Draws, gains, num_correct_in_trees, ratio, tree_kinds, walk
+from training.cycles import CHAIN, Draws, draft_kinds, gains, num_correct, ratio, walk
 from training.files import read_json, write_json
 from training.smollm2.conversations import load_tokenizer
 from training.smollm2.decoder import Rows, run_steps
@@ -27,8 +27,8 @@ from training.smollm2.settings import TURN_END_ID, Settings
 # Sequences that are drafted in one forward.
 BATCH = 4
 TOP = (1, 2, 4, 8)
-# Nodes of trees, and blocks whose trees are built together.
-TREES, TREE_BATCH = (8, 16, 32, 64), 256
+# Nodes of trees, and blocks that are drafted together.
+TREES, BLOCK_BATCH = (8, 16, 32, 64), 256
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Measured:
 
     Attributes:
         tokens: per prompt.
-        cycles: per prompt, of chains and of trees of each kind.
-        lengths: number of cycles by the tokens that they committed.
+        cycles: per prompt, of each way to draft.
+        lengths: number of cycles of chains by the tokens that they committed.
         hits: [len(TOP), W - 1]. Times that the right token was among the first `TOP` candidates, per depth.
         num: [W - 1]. Labels per depth.
     """
@@ -172,7 +172,7 @@ def measure_batch(
         sampling, keys: how the tokens were drawn; keys are [bs] int64.
         found: is added to.
     """
-    block_size, kinds = drafter.config.block_size, tree_kinds(TREES, sampling.temperature > 0)
+    block_size, kinds = drafter.config.block_size, draft_kinds(TREES, sampling.temperature > 0)
     anchors = first[:, None] + torch.arange(num_tokens, device=tokens.device)
     features = llama.features(tokens, drafter.config.target_layer_ids)
     # The last blocks extend past the text.
@@ -187,47 +187,45 @@ def measure_batch(
     lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, num_tokens)
     depths = torch.arange(1, block_size, device=tokens.device)
     counts = torch.arange(num_tokens, device=tokens.device)[:, None] + depths < lengths[:, None, None]
-    num_correct = ((ranks == 0) & counts).cumprod(-1).sum(-1)
     own_labels = labels.masked_fill(~counts, -1).flatten(0, 1)
     texts = torch.arange(len(tokens), device=tokens.device).repeat_interleave(num_tokens)
     blocks = (logits.flatten(0, 1), own_labels, texts, (anchors + 1).flatten())
-    parts = zip(*(rows.split(TREE_BATCH) for rows in blocks), strict=True)
-    of_trees = torch.cat(
+    parts = zip(*(rows.split(BLOCK_BATCH) for rows in blocks), strict=True)
+    correct_in_blocks = torch.cat(
         [
-            num_correct_in_trees(of_part, wanted, tokens[text], lens, sampling.draws(keys[text]), kinds)
+            num_correct(of_part, wanted, tokens[text], lens, sampling.draws(keys[text]), kinds)
             for of_part, wanted, text, lens in parts
         ],
         dim=1,
-    )
-    num_correct = torch.cat([num_correct[None], of_trees.view(len(kinds), *num_correct.shape)])
+    ).view(len(kinds), *anchors.shape)
     found.num += counts.sum((0, 1)).cpu()
     for i, top in enumerate(TOP):
         found.hits[i] += ((ranks < top) & counts).sum((0, 1)).cpu()
-    for length, *correct in zip(lengths.tolist(), *num_correct.tolist(), strict=True):
+    for length, *correct in zip(lengths.tolist(), *correct_in_blocks.tolist(), strict=True):
         if length < 2:
             continue
         found.tokens.append(length - 1)
         committed = [walk(length, of_kind) for of_kind in correct]
         found.cycles.append([len(of_kind) for of_kind in committed])
-        found.lengths.update(committed[0])
+        found.lengths.update(committed[kinds.index(CHAIN)])
 
 
 def summarize(parts: list[Measured], sampling: Sampling) -> dict:
     """Return tokens per cycle with the standard error over prompts, and the other measurements of all processes."""
-    kinds = tree_kinds(TREES, sampling.temperature > 0)
+    kinds = draft_kinds(TREES, sampling.temperature > 0)
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
     cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
-    chains, *trees = cycles.T
-    (mean, error), of_trees = ratio(tokens, chains), dict(zip((kind.name for kind in kinds), trees, strict=True))
+    of_kinds = dict(zip((kind.name for kind in kinds), cycles.T, strict=True))
+    mean, error = ratio(tokens, of_kinds[CHAIN.name])
     hits, num = sum(part.hits for part in parts), sum(part.num for part in parts)
     return {
         "prompts": len(tokens),
         "tokens": int(tokens.sum()),
-        "cycles": int(cycles[:, 0].sum()),
+        "cycles": int(of_kinds[CHAIN.name].sum()),
         "tokens_per_cycle": mean,
         "standard_error": error,
-        "of_trees": {name: list(ratio(tokens, of_kind)) for name, of_kind in of_trees.items()},
-        "gains": gains(of_trees, kinds),
+        "of_kinds": {name: list(ratio(tokens, of_kind)) for name, of_kind in of_kinds.items()},
+        "gains": gains(of_kinds, kinds),
         "cycles_that_commit": dict(sorted(sum((part.lengths for part in parts), Counter()).items())),
         "right_token_in_first": {
             str(top): [round(share, 3) for share in (of_top / num.clamp(min=1)).tolist()]

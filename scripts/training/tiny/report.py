@@ -3,6 +3,7 @@
 import json
 import tarfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.tiny import load_prompts
-from training.blocks import accept_lengths, after_anchors, draft_blocks
-from training.cycles import Draws, gains, num_correct_in_trees, ratio, tree_kinds, walk
+from training.blocks import after_anchors, draft_blocks
+from training.cycles import DraftKind, Draws, draft_kinds, gains, num_correct, ratio, walk
 from training.files import plot_losses, read_json, write_json
 from training.tiny.settings import Settings
 
@@ -97,30 +98,46 @@ def measure_cycles(
 ) -> dict[str, tuple[float, float]]:
     """Return tokens per cycle over texts of `eval_tokens` tokens, and their standard errors over prompts.
 
-    The keys are a chain, trees of each kind, and what noise and more candidates give.
+    The keys are ways to draft, and what noise and more candidates give.
     """
-    block_size, kinds = drafter.config.block_size, tree_kinds(TREES, temperature > 0)
+    kinds = draft_kinds(TREES, temperature > 0)
     keys = torch.randint(2**62, (len(prompts),), generator=torch.Generator().manual_seed(settings.seed))
     cycles = []
     for prompt, key in zip(tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5), keys, strict=True):
         draws = Draws.of(key[None].to(settings.device), temperature)
         text = write_text(target, prompt, settings.eval_tokens, draws)
-        tokens = torch.tensor([prompt + text], device=settings.device)
-        states = target(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-        anchors = torch.arange(len(prompt), tokens.shape[1], device=settings.device)[None]
-        hidden = draft_blocks(
-            drafter, target.get_input_embeddings().weight, context_features(states, drafter), tokens, anchors
-        )
-        logits = F.linear(hidden[0], target.get_output_embeddings().weight)
-        labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
-        num_correct = [accept_lengths(logits.argmax(-1), labels, labels >= 0) - 1]
-        texts, of_blocks = tokens.expand(len(text), -1), draws.take(torch.zeros_like(anchors[0]))
-        num_correct += num_correct_in_trees(logits, labels, texts, anchors[0] + 1, of_blocks, kinds)
-        cycles.append([len(walk(len(text), of_kind.tolist())) for of_kind in num_correct])
+        cycles.append([len(of_kind) for of_kind in cycles_of(target, drafter, prompt, text, draws, kinds)])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
-    names = ["chain", *(kind.name for kind in kinds)]
+    names = [kind.name for kind in kinds]
     of_kinds = dict(zip(names, torch.tensor(cycles, dtype=torch.float64).T, strict=True))
     return {name: ratio(num_decoded, of_kind) for name, of_kind in of_kinds.items()} | gains(of_kinds, kinds)
+
+
+@torch.no_grad()
+def cycles_of(
+    target: PreTrainedModel,
+    drafter: ReferenceDrafter,
+    prompt: list[int],
+    text: list[int],
+    draws: Draws,
+    kinds: Sequence[DraftKind],
+) -> list[list[int]]:
+    """Return the tokens that each cycle commits over a text that the target wrote after a prompt, of each kind.
+
+    Args:
+        draws: how the target chose the text's tokens.
+    """
+    block_size, tokens = drafter.config.block_size, torch.tensor([prompt + text], device=target.device)
+    states = target(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
+    anchors = torch.arange(len(prompt), tokens.shape[1], device=target.device)[None]
+    hidden = draft_blocks(
+        drafter, target.get_input_embeddings().weight, context_features(states, drafter), tokens, anchors
+    )
+    logits = F.linear(hidden[0], target.get_output_embeddings().weight)
+    labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
+    texts, of_blocks = tokens.expand(len(text), -1), draws.take(torch.zeros_like(anchors[0]))
+    correct = num_correct(logits, labels, texts, anchors[0] + 1, of_blocks, kinds)
+    return [walk(len(text), of_kind.tolist()) for of_kind in correct]
 
 
 def write_text(target: PreTrainedModel, prompt: list[int], num_tokens: int, draws: Draws) -> list[int]:

@@ -46,7 +46,6 @@ def _fill_pair_table_kernel(
     K: tl.constexpr,
     RANK: tl.constexpr,
     HAS_GATES: tl.constexpr,
-    HAS_TEXTS: tl.constexpr,
     PADDED: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
@@ -74,19 +73,17 @@ def _fill_pair_table_kernel(
         right = tl.load(after_vectors + token[:, None] * RANK + number[None, :], mask=is_number, other=0.0)
         product += tl.dot(left, tl.trans(right.to(tl.float32)), input_precision="ieee")
 
-    is_tree = tl.load(is_chain + request) == 0
     logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
     score = logit[None, :] + product
-    if (tl.load(top_ks + request) > 1) & is_tree:
+    if (tl.load(top_ks + request) > 1) & (tl.load(is_chain + request) == 0):
         prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
         score += (tl.load(temperatures + request) * gumbel(prefix, token))[None, :]
     score = tl.where(is_candidate[None, :], as_number(score), _LOWEST)
-    if HAS_TEXTS:
-        slot, tag = locate(before[:, None], token[None, :])
-        is_pair = has_before[:, None] & is_candidate[None, :] & is_tree
-        slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
-        is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
-        score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
+    slot, tag = locate(before[:, None], token[None, :])
+    is_pair = has_before[:, None] & is_candidate[None, :]
+    slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
+    is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
+    score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
     largest = tl.max(score, axis=1)
     total = tl.sum(tl.exp(score - largest[:, None]), axis=1)
     score = as_number(score - (largest + tl.log(total))[:, None])
@@ -106,7 +103,7 @@ def fill_pair_table(
     num_children: int,
     parameters: DrawParameters,
     keys: torch.Tensor,
-    bigram_tables: torch.Tensor | None,
+    bigram_tables: torch.Tensor,
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -133,7 +130,7 @@ def fill_pair_table(
         parameters.temperatures,
         parameters.top_ks,
         keys,
-        keys if bigram_tables is None else bigram_tables,
+        bigram_tables,
         is_chain,
         seq_lens,
         req_pool_indices,
@@ -144,7 +141,6 @@ def fill_pair_table(
         K=k,
         RANK=vectors.before.shape[1],
         HAS_GATES=gates is not None,
-        HAS_TEXTS=bigram_tables is not None,
         PADDED=_PADDED,
         NUMBERS=_NUMBERS,
         num_warps=4,

@@ -55,6 +55,7 @@ def _fill_table_kernel(
     DEPTHS: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     depth = tl.program_id(1)
@@ -62,10 +63,13 @@ def _fill_table_kernel(
     column = tl.arange(0, PADDED)
     is_candidate = column < K
     token = tl.load(candidates + row * K + column, mask=is_candidate, other=0)
-    logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
-    plain = logit - tl.load(log_sums + row)
-    is_tree = tl.load(is_chain + request) == 0
-    is_sampled = (tl.load(top_ks + request) > 1) & is_tree
+    logit = as_number(tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST))
+    if HAS_SUMS:
+        plain = logit - tl.load(log_sums + row)
+    else:
+        plain = logit - tl.max(logit)
+        plain -= tl.log(tl.sum(tl.exp(plain)))
+    is_sampled = (tl.load(top_ks + request) > 1) & (tl.load(is_chain + request) == 0)
     temperature = tl.load(temperatures + request)
     prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
     score = as_number(tl.where(is_sampled, plain + temperature * gumbel(prefix, token), plain))
@@ -77,7 +81,7 @@ def _fill_table_kernel(
     has_before = is_candidate & (depth > 0)
     before = tl.load(candidates + (row - 1) * K + column, mask=has_before, other=0)
     slot, tag = locate(before[:, None], token[None, :])
-    is_pair = has_before[:, None] & is_candidate[None, :] & is_tree
+    is_pair = has_before[:, None] & is_candidate[None, :]
     slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
     is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
     after = score[None, :] + tl.where(is_seen, _LOG_WEIGHT, 0.0)
@@ -96,7 +100,7 @@ def _fill_table_kernel(
 def fill_table(
     candidates: torch.Tensor,
     logits: torch.Tensor,
-    log_sums: torch.Tensor,
+    log_sums: torch.Tensor | None,
     parameters: DrawParameters,
     keys: torch.Tensor,
     bigram_tables: torch.Tensor,
@@ -112,7 +116,8 @@ def fill_table(
         _fill_table_kernel[(bs, depths)](
             candidates.contiguous(),
             logits.contiguous(),
-            log_sums.contiguous(),
+            # Any valid pointer will do where there are none.
+            logits if log_sums is None else log_sums.contiguous(),
             parameters.temperatures,
             parameters.top_ks,
             keys,
@@ -125,6 +130,7 @@ def fill_table(
             DEPTHS=depths,
             K=k,
             PADDED=triton.next_power_of_2(k),
+            HAS_SUMS=log_sums is not None,
             num_warps=4 if k > 8 else 1,
         )
     return log_probs, ranks

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, from_ordered, pop, store_best, to_ordered
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, LARGEST, group_size, num_candidates
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, GROUP, LARGEST, num_candidates
 
 _TILE = 128
 # Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
@@ -163,24 +163,24 @@ def _best_candidates_kernel(
 
 
 def shortlist_top(
-    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int
+    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int, has_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`."""
     (bs, rows_per_request, size_k), num_columns = x.shape, weight.shape[0]
-    candidates, group = num_candidates(k), group_size(k)
-    assert x.stride(2) == 1 and size_k % DEPTH == 0 and k <= triton.cdiv(num_columns, group)
+    candidates = num_candidates(k)
+    assert x.stride(2) == 1 and size_k % DEPTH == 0 and k <= triton.cdiv(num_columns, GROUP)
     assert weight.is_contiguous() and weight8.is_contiguous() and scales.is_contiguous()
     num_rows, device = bs * rows_per_request, x.device
     logits = torch.empty((num_rows, k), dtype=torch.float32, device=device)
     columns = torch.empty((num_rows, k), dtype=torch.int64, device=device)
-    log_sums = torch.empty(num_rows, dtype=torch.float32, device=device) if k > 1 else None
+    log_sums = torch.empty(num_rows, dtype=torch.float32, device=device) if has_sums else None
     if num_rows == 0:
         return logits, columns, log_sums
-    num_tiles, groups = triton.cdiv(num_columns, _TILE), _TILE // group
+    num_tiles, groups = triton.cdiv(num_columns, _TILE), _TILE // GROUP
     rows8 = torch.empty((num_rows, size_k), dtype=FLOAT8, device=device)
     row_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     keys = torch.empty((num_rows, num_tiles * groups), dtype=torch.int32, device=device)
-    tile_log_sums = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device) if k > 1 else None
+    tile_log_sums = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device) if has_sums else None
     pdl_is_available = pdl.is_available(device)
     rows = (x, x.stride(0), x.stride(1), rows_per_request)
     _quantize_kernel[(num_rows,)](
@@ -210,10 +210,10 @@ def shortlist_top(
         size_k,
         ROWS=tile_rows,
         TILE=_TILE,
-        GROUP=group,
+        GROUP=GROUP,
         DEPTH=depth,
         STAGES=stages,
-        SUMS=k > 1,
+        SUMS=has_sums,
         PDL=pdl_is_available,
         num_warps=num_warps,
         launch_pdl=pdl_is_available,
@@ -229,12 +229,12 @@ def shortlist_top(
         columns,
         log_sums,
         K=k,
-        GROUP=group,
+        GROUP=GROUP,
         GROUPS=groups,
         PADDED_TILES=triton.next_power_of_2(num_tiles),
         CANDIDATES=candidates,
         BLOCK=_NUMBERS // candidates,
-        SUMS=k > 1,
+        SUMS=has_sums,
         PDL=pdl_is_available,
         num_warps=_CANDIDATE_WARPS,
         launch_pdl=pdl_is_available,

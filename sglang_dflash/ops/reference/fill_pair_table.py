@@ -17,7 +17,7 @@ def fill_pair_table(
     num_children: int,
     parameters: DrawParameters,
     keys: torch.Tensor,
-    bigram_tables: torch.Tensor | None,
+    bigram_tables: torch.Tensor,
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -27,7 +27,7 @@ def fill_pair_table(
     The score of candidate b after token a is the logit of b, plus the product of two vectors, of a and of b. As in
     :func:`sglang_dflash.ops.reference.fill_table.fill_table`, a sampled request's scores have its noise added, times
     the temperature, and pairs that are in the request's text count `exp(LOG_WEIGHT)` times as much, except after the
-    bonus token. Requests of SGLang's sampler (`is_chain`) have neither.
+    bonus token. Requests of SGLang's sampler (`is_chain`) have no noise.
 
     The candidates have all of the probability, because the drafter has learned to choose among them. A score that is
     NaN becomes -inf. Of equal scores the earlier candidate comes first.
@@ -40,7 +40,7 @@ def fill_pair_table(
         num_children: candidates of a row of the table that a tree may take. The others have log probability -inf.
         parameters: of the bs requests. Temperatures and top_ks are read.
         keys: [bs] int64. Keys of the requests' noise.
-        bigram_tables: [slots, TABLE_SIZE] int16; see :mod:`sglang_dflash.ops.bigrams`. None: texts do not count.
+        bigram_tables: [slots, TABLE_SIZE] int16; see :mod:`sglang_dflash.ops.bigrams`.
         is_chain: [bs] int64. 1 for requests of SGLang's sampler.
         seq_lens: [bs] int64. Position of the bonus token.
         req_pool_indices: [bs] int64.
@@ -62,10 +62,9 @@ def fill_pair_table(
     noise = parameters.temperatures[:, None, None] * gumbel(keys[:, None, None], positions[:, :, None], candidates)
     scores = scores + torch.where(is_sampled, noise, 0.0)[:, :, None, :]
     scores = torch.where(scores.isnan(), -torch.inf, scores)
-    if bigram_tables is not None and depths:
-        places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
-        is_seen = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
-        scores[:, 1:] += torch.where(is_seen & (is_chain == 0)[:, None, None, None], LOG_WEIGHT, 0.0)
+    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    is_seen = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
+    scores[:, 1:] += torch.where(is_seen, LOG_WEIGHT, 0.0)
     log_probs = scores - scores.logsumexp(dim=-1, keepdim=True)
     log_probs = torch.where(log_probs.isnan(), -torch.inf, log_probs)
     log_probs, ranks = log_probs.sort(dim=-1, descending=True, stable=True)

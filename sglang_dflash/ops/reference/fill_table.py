@@ -17,7 +17,7 @@ EULER = 0.5772157
 def fill_table(
     candidates: torch.Tensor,
     logits: torch.Tensor,
-    log_sums: torch.Tensor,
+    log_sums: torch.Tensor | None,
     parameters: DrawParameters,
     keys: torch.Tensor,
     bigram_tables: torch.Tensor,
@@ -36,13 +36,14 @@ def fill_table(
     2. Candidates that the request's text has right after the draft before count `exp(LOG_WEIGHT)` times as much. The
        drafter knows the bonus token, so the first position has none of that.
 
-    Requests of SGLang's sampler (`is_chain`) get the drafter's probabilities, without either.
+    Requests of SGLang's sampler (`is_chain`) have no noise, because it draws by other numbers.
     A score that is NaN becomes -inf. Of equal scores the earlier candidate comes first.
 
     Args:
         candidates: [bs, D, K] int64. Draft tokens of position d, the most probable first.
         logits: [bs, D, K] float32. Their logits.
-        log_sums: [bs, D] float32. `logits - log_sums` are log probabilities.
+        log_sums: [bs, D] float32. `logits - log_sums` are log probabilities. None: candidates have all probability,
+            which does not change their order.
         parameters: of the bs requests. Temperatures and top_ks are read.
         keys: [bs] int64. Keys of the requests' noise.
         bigram_tables: [slots, TABLE_SIZE] int16; see :mod:`sglang_dflash.ops.bigrams`.
@@ -56,7 +57,8 @@ def fill_table(
         ranks: [bs, D, K, K] uint8. Which candidate each of them is.
     """
     bs, depths, k = candidates.shape
-    plain = logits - log_sums[:, :, None]
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    plain = logits.log_softmax(dim=-1) if log_sums is None else logits - log_sums[:, :, None]
     is_sampled = ((parameters.top_ks > 1) & (is_chain == 0))[:, None]
     temperatures = parameters.temperatures[:, None]
     positions = seq_lens[:, None] + torch.arange(depths, device=seq_lens.device)
@@ -70,7 +72,6 @@ def fill_table(
     places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
     is_seen = torch.zeros(after.shape, dtype=torch.bool, device=after.device)
     is_seen[:, 1:] = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
-    is_seen &= (is_chain == 0)[:, None, None, None]
     # A greedy request's other tokens keep the mass that the drafter gives them.
     mass = torch.where(is_seen, plain[:, :, None, :].exp(), 0.0).sum(dim=-1)
     after = after + torch.where(is_seen, LOG_WEIGHT, 0.0)

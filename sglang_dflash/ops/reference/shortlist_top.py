@@ -8,16 +8,13 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 # The depth of a product is a multiple of this.
 DEPTH = 256
-
-
-def group_size(k: int) -> int:
-    """Return the number of columns in a group, of which only the best is a candidate for the top k."""
-    return 128 if k == 1 else 64
+# Columns in a group, of which only the best is a candidate.
+GROUP = 64
 
 
 def num_candidates(k: int) -> int:
     """Return the number of columns to compute at full precision for the top k: a power of two."""
-    return 8 if k == 1 else 2 << (k - 1).bit_length()
+    return 2 << (k - 1).bit_length()
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +33,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shortlist_top(
-    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int
+    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int, has_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the top k of every row of x times the transpose of the weight, with their columns.
 
@@ -50,26 +47,27 @@ def shortlist_top(
         weight: [columns, depth] of the same dtype, contiguous.
         weight8, scales: [columns, depth] and [columns]. `quantize_rows(weight)`, contiguous.
         k: at most the number of groups.
+        has_sums: compute `log_sums`.
 
     Returns:
         logits: [bs * positions, k] float32, rounded to x's dtype, descending. -inf stands for NaN.
         columns: [bs * positions, k] int64. Of equal logits the lower column comes first.
         log_sums: [bs * positions] float32. Log-sum-exp of all columns; those that were no candidates count in float8.
-            None if k is 1.
+            None without `has_sums`.
     """
-    rows, num_columns, group = x.flatten(0, 1), weight.shape[0], group_size(k)
+    rows, num_columns = x.flatten(0, 1), weight.shape[0]
     rows8, row_scales = quantize_rows(rows)
     in_float8 = (rows8.float() @ weight8.float().T * scales * row_scales[:, None]).nan_to_num(nan=-torch.inf)
-    padded = torch.nn.functional.pad(in_float8, (0, -num_columns % group), value=-torch.inf)
-    best_of_groups, in_group = padded.unflatten(1, (-1, group)).max(dim=-1)
+    padded = torch.nn.functional.pad(in_float8, (0, -num_columns % GROUP), value=-torch.inf)
+    best_of_groups, in_group = padded.unflatten(1, (-1, GROUP)).max(dim=-1)
     groups = best_of_groups.topk(min(num_candidates(k), best_of_groups.shape[1])).indices
-    candidates = (groups * group + in_group.gather(1, groups)).sort(dim=-1).values
+    candidates = (groups * GROUP + in_group.gather(1, groups)).sort(dim=-1).values
     logits = (weight[candidates].float() * rows.float()[:, None]).sum(dim=-1).to(x.dtype).float()
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     # A stable sort keeps the order of equal values. topk does not guarantee it.
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     best = values[:, :k].contiguous(), candidates.gather(1, order)[:, :k].contiguous()
-    if k == 1:
+    if not has_sums:
         return *best, None
     others = in_float8.scatter(1, candidates, -torch.inf)
     return *best, torch.cat((others, logits), dim=1).logsumexp(dim=-1)

@@ -18,6 +18,12 @@ def top_columns(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
         log_sums: [rows] float32.
     """
     values = values.float()
-    # A stable sort keeps the order of equal values. topk does not guarantee it.
-    largest, columns = values.sort(dim=-1, descending=True, stable=True)
-    return largest[:, :k].contiguous(), columns[:, :k].contiguous(), values.logsumexp(dim=-1)
+    # topk keeps neither the order of equal values nor the lowest columns of those equal to the k-th. A stable sort of a
+    # vocabulary does, but takes twenty times as long.
+    largest, found = values.topk(min(k + 1, values.shape[1]), dim=-1)
+    columns, order = found[:, :k].sort(dim=-1)
+    best, order = largest.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    columns = columns.gather(1, order)
+    is_tied = (largest[:, k:] == largest[:, k - 1 : k]).any(dim=-1)
+    columns[is_tied] = values[is_tied].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return best, columns, values.logsumexp(dim=-1)

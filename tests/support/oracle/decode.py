@@ -7,11 +7,21 @@ H hidden size, F = len(target_layer_ids) * H.
 import copy
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from support.oracle.drafter import LayerKV, ReferenceDrafter
-from support.oracle.tree import Drafts, Text, Tree, accept_path, grow_tree, margin
+from support.oracle.tree import (
+    CANDIDATES,
+    Drafts,
+    Text,
+    Tree,
+    accept_path,
+    chain_margin,
+    follow_chain,
+    grow_tree,
+    margin,
+)
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -24,7 +34,7 @@ class DFlashOutput:
         tokens: generated tokens, cut at `max_new_tokens` and after the first stop token, which is kept.
         accept_lengths: per cycle, committed tokens with the bonus, 1..W, before the cut. The first token comes from the
             prefill and belongs to no cycle.
-        margin: smallest margin of the cycles with trees; see `support.oracle.tree.margin`.
+        margin: smallest margin of the cycles; see `support.oracle.tree.margin` and `chain_margin`.
     """
 
     tokens: list[int]
@@ -44,7 +54,7 @@ def dflash_generate(
     page_size: int = 1,
     stop_token_ids: Collection[int] = (),
     num_nodes: int | None = None,
-    num_candidates: int = 1,
+    num_candidates: int = CANDIDATES,
 ) -> DFlashOutput:
     """Generate greedily with DFlash. The tokens are the target's own, in fewer target forwards.
 
@@ -58,7 +68,8 @@ def dflash_generate(
         page_size: the window's start is rounded down to a multiple of this.
         stop_token_ids: tokens that end the request.
         num_nodes: N of the trees to verify; None to verify chains.
-        num_candidates: most candidates of a tree that follow the same node.
+        num_candidates: candidates of each position. A drafter with pairs has its own number, of which at most this many
+            follow the same node of a tree.
     """
     block_size = block_size or drafter.config.block_size
     if num_nodes is not None:
@@ -78,18 +89,18 @@ def dflash_generate(
         seen_from = 0 if draft_window is None else window_start(context_length(context_kv), draft_window, page_size)
         hidden = draft_block(target, drafter, context_kv, bonus=tokens[-1], block_size=block_size, seen_from=seen_from)
         draft_logits = drafter.draft_logits(hidden, target.get_output_embeddings())
+        drafts = drafts_of(drafter, draft_logits, hidden, Text(input_ids.tolist() + tokens), num_candidates)
 
         # Verify. Accept the drafts that the target agrees with, then the bonus: the target's token after the last
         # match. Accepted drafts equal the target's tokens, so both are read from the target's output.
         if num_nodes is None:
-            draft_tokens = follow_chain(drafter, draft_logits, hidden, tokens[-1])
-            accepted, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
+            draft_tokens = follow_chain(drafts)
+            accepted, target_tokens, features = verify_chain(target, drafter, tokens[-1], draft_tokens, target_cache)
+            least_margin = min(least_margin, chain_margin(drafts, draft_tokens, target_tokens))
         else:
-            log_probs, text = draft_logits.float().log_softmax(-1), Text(input_ids.tolist() + tokens)
-            pairs = pair_scores(drafter, hidden)
-            # A drafter with pairs has its own number of candidates.
-            k = num_candidates if pairs is None else drafter.pairs.num_candidates
-            drafts = Drafts(*of_all_tokens(log_probs, drafter.token_ids, target), k, text, pairs, num_candidates)
+            # Only trees copy.
+            log_probs, token_ids = of_all_tokens(drafts.log_probs, drafts.token_ids, target)
+            drafts = replace(drafts, log_probs=log_probs, token_ids=token_ids, has_copies=True)
             tree = grow_tree(drafts, num_nodes)
             path, target_tokens, features = verify_tree(target, drafter, tokens[-1], tree, target_cache)
             accepted = target_tokens[path].tolist()
@@ -130,7 +141,7 @@ def new_cache(target: PreTrainedModel) -> DynamicCache:
 
 def verify_chain(
     target: PreTrainedModel, drafter: ReferenceDrafter, bonus: int, draft_tokens: Tensor, cache: DynamicCache
-) -> tuple[list[int], Tensor]:
+) -> tuple[list[int], Tensor, Tensor]:
     """Run [bonus, d_1 .. d_{W-1}] as a causal chain, and accept the longest correct prefix of the drafts.
 
     Args:
@@ -141,6 +152,7 @@ def verify_chain(
 
     Returns:
         The committed tokens: the accepted drafts and the next bonus.
+        target_tokens: [W] int64. The target's token after each of the chain.
         features: [1, L, F] of the tokens that were added to the cache.
     """
     seq_len, has_states = cache.get_seq_length(), is_recurrent(target)
@@ -153,7 +165,7 @@ def verify_chain(
         target_forward(target, drafter, block[:accept_length], cache)
     else:
         cache.crop(seq_len + accept_length)
-    return target_tokens[:accept_length].tolist(), features[:, :accept_length]
+    return target_tokens[:accept_length].tolist(), target_tokens, features[:, :accept_length]
 
 
 def verify_tree(
@@ -308,26 +320,20 @@ def pair_scores(drafter: ReferenceDrafter, hidden: Tensor) -> Callable[[int, int
     return lambda before, depth, tokens: drafter.pairs(torch.tensor(before), hidden[depth - 1], tokens)
 
 
-def follow_chain(drafter: ReferenceDrafter, logits: Tensor, hidden: Tensor, bonus: int) -> Tensor:
-    """Return the best draft of each position after the draft before it.
+def drafts_of(drafter: ReferenceDrafter, logits: Tensor, hidden: Tensor, text: Text, num_candidates: int) -> Drafts:
+    """Return the drafts of a block, without copies.
 
     Args:
         drafter: the model.
         logits: [W - 1, V].
         hidden: [W - 1, H]. What the logits are computed from.
-        bonus: the token before the first draft.
-
-    Returns:
-        [W - 1] int64.
+        text: up to the bonus token.
+        num_candidates: as for :func:`dflash_generate`.
     """
     pairs = pair_scores(drafter, hidden)
-    if pairs is None:
-        return drafter.token_ids[logits.argmax(-1)]
-    drafts = [bonus]
-    for depth, row in enumerate(logits, start=1):
-        best, tokens = row.topk(drafter.pairs.num_candidates)
-        drafts.append(int(tokens[(best + pairs(drafts[-1], depth, tokens)).argmax()]))
-    return torch.tensor(drafts[1:], device=logits.device)
+    k = min(num_candidates, logits.shape[-1]) if pairs is None else drafter.pairs.num_candidates
+    log_probs = logits.float().log_softmax(-1)
+    return Drafts(log_probs, drafter.token_ids, k, text, pairs, num_candidates, has_copies=False)
 
 
 def is_finished(tokens: list[int], max_new_tokens: int, stop_token_ids: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Draft trees for the batch-1 oracle in plain Python: best-first search over the drafter's log probabilities.
+"""Drafts for the batch-1 oracle in plain Python: chains, and trees by best-first search over log probabilities.
 
 Source: DDTree (arXiv 2604.12989). It is written to be read, and shares no code with the served cycle's operations.
 """
@@ -13,6 +13,8 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
+# Candidates of each position of a chain.
+CANDIDATES = 16
 # Longer matches of the text's end are not preferred to each other.
 LOOKUP = 6
 
@@ -153,13 +155,51 @@ class Drafts:
             scores = row[columns] + self.pairs(self.text.last if first is None else first, depth, tokens)
             if first is not None:
                 scores = scores + 2 * torch.tensor([self.text.has(first, token) for token in tokens.tolist()])
-            return torch.full_like(row, -torch.inf).index_put_((torch.tensor(columns),), scores.log_softmax(-1))
+            return torch.full_like(row, -torch.inf).index_put_((torch.tensor(columns),), scores.log_softmax(-1).to(row))
         if first is None:
             return row
         seen = [column for column in columns if self.text.has(first, int(self.token_ids[column]))]
         weighted = row.clone()
         weighted[seen] += 2
         return weighted - math.log1p(math.expm1(2) * float(row[seen].exp().sum()))
+
+
+def follow_chain(drafts: Drafts) -> Tensor:
+    """Return the most probable candidate of each depth after the draft before it: [W - 1] int64."""
+    tokens = []
+    for depth, columns in enumerate(drafts.columns, start=1):
+        row = drafts.after(tokens[-1] if tokens else None, depth)
+        tokens.append(int(drafts.token_ids[columns[row[columns].argmax()]]))
+    return torch.tensor(tokens, device=drafts.token_ids.device)
+
+
+def chain_margin(drafts: Drafts, draft_tokens: Tensor, target_tokens: Tensor) -> float:
+    """Return the smallest change of the drafter's log probabilities that would change how many drafts are accepted.
+
+    Args:
+        drafts: of the chain.
+        draft_tokens: [W - 1] int64. The chain.
+        target_tokens: [W] int64. The target's token after the bonus token and after each draft.
+    """
+    least, first, num_candidates = math.inf, None, drafts.columns.shape[1]
+    for depth, (draft, wanted) in enumerate(zip(draft_tokens.tolist(), target_tokens.tolist()), start=1):
+        log_probs, columns = drafts.log_probs[depth - 1], drafts.columns[depth - 1]
+        row, is_draft, is_wanted = drafts.after(first, depth), drafts.token_ids == draft, drafts.token_ids == wanted
+        if draft != wanted:
+            if is_wanted[columns].any():
+                # The target's token could be the best,
+                least = min(least, float(row[is_draft] - row[is_wanted]))
+            elif is_wanted.any():
+                # or become a candidate, and then the best.
+                least = min(least, float(log_probs[columns[-1]] - log_probs[is_wanted]))
+            return least
+        # Another candidate could be the best, or the draft no candidate.
+        best = row[columns].sort(descending=True).values
+        least = min([least, *(best[:1] - best[1:2]).tolist()])
+        if num_candidates < len(log_probs):
+            least = min(least, float(log_probs[is_draft] - log_probs.topk(num_candidates + 1).values[-1]))
+        first = draft
+    return least
 
 
 @dataclass(frozen=True)
