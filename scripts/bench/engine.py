@@ -49,7 +49,7 @@ RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
 # Fewest requests of one measurement. With fewer the figures of one client would be noisy.
 _MIN_REQUESTS = 16
 # Candidates per position of a tree.
-_CANDIDATES = 8
+_CANDIDATES = 16
 # Spare KV slots per request, for the blocks in flight.
 SPARE_TOKENS = 128
 

@@ -40,6 +40,10 @@ def test_alone_and_beside_others(backend, engines, prompts):
     # It excludes trees.
     assert described["worker"] == "DFlashWorker" and described["verified_as"] == "chains"
     assert described["draft_attention_backend"] == backend
+    # A prompt from the cache is rounded otherwise, without DFLASH too.
+    assert not any(
+        answer["meta_info"]["cached_tokens"] for answers in (*by_itself, first, second) for answer in answers
+    )
     partings = [first_difference(want, got) for [want], got in zip(by_itself, first)]
     print(f"\n{backend}: alone and beside others part at {partings}, {tokens_per_cycle(first):.2f} per cycle")
     assert partings == [None] * NUM_REQUESTS

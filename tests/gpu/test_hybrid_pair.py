@@ -23,7 +23,7 @@ from models.hybrid import DRAFTER_DIR, TARGET_DIR
 from models.tiny import load_prompts
 
 # Tokens per cycle of the same prompts on the CPU in float32 (scripts/results/hybrid_pair.md).
-CPU_TOKENS_PER_CYCLE = 3.238
+CPU_TOKENS_PER_CYCLE = 2.393
 # Usual numbers of identical texts, of 60.
 USUAL = {
     ("fa3", "chains"): 57,

@@ -40,6 +40,8 @@ ENGINE = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "disable_prefill_cuda_graph": True,
+    # Shorter drafts would leave slots free.
+    "speculative_adaptive_config": "fixed",
     # Requests are admitted as if they would end early, so that the pool becomes full.
     "schedule_conservativeness": 0.3,
 }
