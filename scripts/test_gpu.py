@@ -30,8 +30,8 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", 
 # Seconds of each group, as measured. A group that is missing starts first.
 SECONDS = TESTS / "seconds.json"
 UNKNOWN = 300.0
-# Part of the processes that run until a test has a result. They compile kernels for all.
-FIRST_PART = 4
+# Part of the processes that start first, and seconds until the others do. The first ones compile kernels for all.
+FIRST_PART, FIRST_SECONDS = 4, 90
 # A terminated group ends its engines.
 GRACE_SECONDS = 15
 
@@ -102,6 +102,7 @@ class Run:
         self._pytest = [*pytest, "--table", str(self._table), "--answers", str(folder / "answers")]
         self._printed = self._table.stat().st_size if self._table.exists() else 0
         self.seconds: dict[str, float] = {}
+        self._started_at = time.monotonic()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, groups: list[Group]) -> None:
@@ -116,7 +117,8 @@ class Run:
 
     def _may_start(self) -> bool:
         first = -(-(len(self._slots) + len(self._running)) // FIRST_PART)
-        return len(self._running) < first or bool(gpu_table.read(self._table))
+        is_late = time.monotonic() - self._started_at > FIRST_SECONDS
+        return len(self._running) < first or is_late or bool(gpu_table.read(self._table))
 
     def _start(self, group: Group) -> None:
         if group.seconds < UNKNOWN and time.monotonic() + group.seconds > self._deadline:

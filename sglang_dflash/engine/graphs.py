@@ -25,7 +25,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_utils import GrammarTree
-from sglang.srt.utils.common import get_available_gpu_memory, log_info_on_rank0
+from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash.attention.fa3 import shared_schedules
 from sglang_dflash.attention.plan import block_plan, bound_index_buffer, parts
@@ -359,7 +359,7 @@ class CaptureCost:
     Attributes:
         num_graphs: of all these draft lengths.
         seconds: to capture them.
-        gib: GPU memory of this rank in GiB.
+        gib: GPU memory that PyTorch has reserved for them on this rank, in GiB.
     """
 
     num_graphs: int
@@ -395,12 +395,12 @@ class CycleGraphs:
             self._seconds = self._time()
             of_longest = {bs: self._seconds[bs, longest.num_tokens] for bs in longest.capture_bs}
             sizes = {length: graph_sizes(length, longest.num_tokens, of_longest) for length in shorter_lengths}
-            begun, free = time.perf_counter(), _free_gib(longest.model_runner)
+            begun, before = time.perf_counter(), _reserved_gib()
             self._runners |= {length: longest.shorter(length, of) for length, of in sizes.items() if of}
             self.cost_of_shorter = CaptureCost(
                 num_graphs=sum(map(len, sizes.values())),
                 seconds=time.perf_counter() - begun,
-                gib=free - _free_gib(longest.model_runner),
+                gib=_reserved_gib() - before,
             )
             self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
@@ -440,5 +440,6 @@ class CycleGraphs:
         return get_parallel().tp_group.broadcast_object(seconds, src=0)
 
 
-def _free_gib(model_runner: ModelRunner) -> float:
-    return get_available_gpu_memory(model_runner.device, model_runner.gpu_id, empty_cache=False)
+def _reserved_gib() -> float:
+    """Return what PyTorch has reserved of this GPU. Other processes change the free memory."""
+    return torch.cuda.memory_reserved() / 2**30

@@ -43,8 +43,8 @@ def one_rank(monkeypatch):
     group = SimpleNamespace(broadcast_object=lambda seconds, src: seconds)
     monkeypatch.setattr(graphs, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     monkeypatch.setattr(graphs, "log_info_on_rank0", lambda logger, message: None)
-    free = iter([5.0, 4.5] * 100)
-    monkeypatch.setattr(graphs, "_free_gib", lambda model_runner: next(free))
+    reserved = iter([4.5, 5.0] * 100)
+    monkeypatch.setattr(graphs, "_reserved_gib", lambda: next(reserved))
 
 
 @pytest.mark.parametrize(
