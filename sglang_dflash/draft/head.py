@@ -8,8 +8,6 @@ Shapes as in :mod:`sglang_dflash.types`: bs requests, W draft length, K candidat
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -105,11 +103,9 @@ class DraftHead:
             num_children=k,
         )
 
-    def for_chains(self) -> DraftHead:
-        """Return the same head without what only trees need."""
-        head = copy.copy(self)
-        head._has_sums = False
-        return head
+    def draft_chains_only(self) -> None:
+        """Leave out what only trees need."""
+        self._has_sums = False
 
     def refresh(self) -> None:
         """Update copies of weights that have changed. Call it before a cycle."""

@@ -210,7 +210,8 @@ class BuiltCycle:
         obstacle = _default_tree_obstacle(loaded, target_runner)
         if obstacle is not None:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
-            has_trees, head, texts = False, head.for_chains(), None
+            has_trees, texts = False, None
+            head.draft_chains_only()
         simulated = simulation(draft_runner.device)
         has_pairs = draft_runner.model.dflash_config.pairs is not None
         num_drafts, vocab_size = loaded.block_size - 1, target_runner.model_config.vocab_size

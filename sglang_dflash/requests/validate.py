@@ -268,7 +268,7 @@ def check_read_params(params: SamplingParams, vocab_size: int) -> None:
     # The scheduler gets a request for every answer, and does not read `n`. Front ends may leave it at 0.
     fields = {name: getattr(params, name) for name in _TYPES if name != "n"}
     _check_values(fields | {"stop_regex": params.stop_regex_strs}, vocab_size)
-    if params.watermark is not None:
+    if params.watermark is not None and params.watermark.enabled is not False:
         raise ValueError("watermark is not supported with DFLASH.")
 
 

@@ -80,9 +80,16 @@ def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> list[tupl
     lm_head.weight.data.copy_(lm_head_of(changed, 0).weight)
     shortlist.weights_have_changed()
     head.refresh()
-    after, of_chains = (some.candidates(hidden_states, NUM_ROWS) for some in (head, head.for_chains()))
+    after, of_chains = of_trees_and_chains(head, hidden_states)
     assert of_chains[2] is None
     return [tuple(values[:, 0] for values in found) for found in (before, after, (*of_chains[:2], after[2]))]
+
+
+def of_trees_and_chains(head: DraftHead, hidden_states: torch.Tensor) -> tuple[tuple, tuple]:
+    """Return what `DraftHead.candidates` returns for trees, and then for chains alone."""
+    of_trees = head.candidates(hidden_states, NUM_ROWS)
+    head.draft_chains_only()
+    return of_trees, head.candidates(hidden_states, NUM_ROWS)
 
 
 def hidden_states_of(dtype: torch.dtype) -> torch.Tensor:
@@ -100,7 +107,7 @@ def draft(logits: torch.Tensor, num_added: int) -> tuple[torch.Tensor, ...]:
     lm_head, hidden_states = lm_head_of(logits, num_added), hidden_states_of(logits.dtype)
     head = DraftHead(lm_head, get_tp_group(), k, for_trees=True)
     best = VocabArgmax(lm_head, get_tp_group())(lm_head.quant_method.apply(lm_head, hidden_states[1::2]))
-    found, of_chains = (some.candidates(hidden_states, NUM_ROWS) for some in (head, head.for_chains()))
+    found, of_chains = of_trees_and_chains(head, hidden_states)
     assert torch.equal(of_chains[0], found[0]) and torch.equal(of_chains[1], found[1]) and of_chains[2] is None
     return best, *(values[:, 0] for values in found)
 
@@ -127,7 +134,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
             drafts["perturbed", vocabulary, dtype] = draft(off_by_one_ulp(logits) if rank == 1 else logits, num_added)
     logits = logits_of(4096, torch.float32)
     head = DraftHead(lm_head_of(logits, 0), get_tp_group(), CANDIDATES, for_trees=True, multiplier=4.0, softcap=3.0)
-    found, of_chains = (some.candidates(hidden_states_of(logits.dtype), NUM_ROWS) for some in (head, head.for_chains()))
+    found, of_chains = of_trees_and_chains(head, hidden_states_of(logits.dtype))
     drafts["capped"] = [values[:, 0] for values in (*found, *of_chains[:2])]
     # Pretend that a GPU is present on which the shortlist is faster, and that the vocabularies are large.
     shortlist.small_m_linear.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
