@@ -16,7 +16,10 @@ SETTINGS = Settings("embeddings", flags=(("disable-radix-cache", True), *DTYPE))
 
 
 def test_input_embeddings(keeper, prompts, oracle):
-    """A prompt's embeddings give the same answer and cycles as its tokens; in float32, those of the oracle."""
+    """A prompt's embeddings give the same answer as its tokens; in float32, that of the oracle.
+
+    Drafts do not know the text of embeddings, so the cycles differ.
+    """
     server = keeper.server(SETTINGS, dflash=True)
     embedding = load_file(TARGET_DIR / "model.safetensors")["model.embed_tokens.weight"].to(torch.float32)
     sampling_params = {"temperature": 0, "max_new_tokens": 50}
@@ -24,17 +27,15 @@ def test_input_embeddings(keeper, prompts, oracle):
     def answer(prompt: dict) -> dict:
         return server.post("/generate", prompt | {"sampling_params": sampling_params})
 
-    def cycles(answer: dict) -> tuple[list[int], int, list[int]]:
-        meta_info = answer["meta_info"]
-        return answer["output_ids"], meta_info["spec_verify_ct"], meta_info["spec_correct_drafts_histogram"]
-
     with ThreadPoolExecutor(3) as threads:
         answers = list(threads.map(lambda prompt: answer({"input_embeds": embedding[prompt].tolist()}), prompts[:3]))
 
     for prompt, embedded in zip(prompts, answers):
-        assert cycles(embedded) == cycles(answer({"input_ids": prompt}))
+        of_tokens = answer({"input_ids": prompt})
+        assert embedded["output_ids"] == of_tokens["output_ids"]
+        assert embedded["meta_info"]["spec_verify_ct"] < 0.8 * len(embedded["output_ids"])
         if not DTYPE:
-            assert_same_cycles(embedded, oracle.generate(prompt, 50))
+            assert_same_cycles(of_tokens, oracle.generate(prompt, 50))
     server.wait_until_empty()
 
 

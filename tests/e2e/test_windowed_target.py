@@ -91,5 +91,5 @@ def test_a_long_answer_leaves_the_pool_of_the_sliding_layers_flat(pair):
     assert len(answer["output_ids"]) == 900 and answer["meta_info"]["num_retractions"] == 0
     in_use = [int(tokens) for tokens in re.findall(r"#swa token: (\d+)", pair.dflash.log()[before:])]
     page_size = dict(pair.dflash.settings.dflash_flags).get("page-size", 1)
-    assert len(in_use) > 100
+    assert len(in_use) > 40
     assert max(in_use) <= len(prompt) + WINDOW + EVICTION_INTERVAL + 2 * (pair.dflash.settings.num_rows + page_size)
