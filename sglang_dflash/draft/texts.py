@@ -94,7 +94,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Copies:
-    """What trees copy from the texts of bs requests, see :mod:`sglang_dflash.ops.copies`.
+    """Copies that trees take from the texts of bs requests, see :mod:`sglang_dflash.ops.copies`.
 
     Attributes:
         places, lens: of `ops.place_copies`; None: nothing is copied.

@@ -354,7 +354,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """What the graphs of all but the longest draft have taken at start-up.
+    """Start-up cost of the graphs of all but the longest draft.
 
     Attributes:
         num_graphs: of all these draft lengths.

@@ -1,4 +1,4 @@
-"""What followed the end of a request's text when the text had it before: a draft that the drafter does not know.
+"""Copies: tokens that followed the end of a request's text when the text had it before. The drafter does not know them.
 
 Edits, extracts and answers from a passage repeat long parts of their prompt. The text of each request is kept on the
 device. Its end is looked up in it: of the earlier places with the longest match, the most recent. The tokens after that

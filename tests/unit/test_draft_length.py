@@ -205,7 +205,7 @@ def test_a_trial_of_more_rows_is_for_one_cycle():
 
 
 def test_of_lengths_that_are_about_as_good_the_longest_is_verified():
-    """What it accepts tells of all others."""
+    """Its acceptance tells of all others."""
     chooser = chains(lambda bs, rows: 1000 + rows)
     for _ in range(200):
         chooser.choose(8)

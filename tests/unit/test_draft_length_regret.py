@@ -1,4 +1,4 @@
-"""What an adaptive draft length loses against the best fixed one, in simulated time.
+"""Loss of an adaptive draft length against the best fixed one, in simulated time.
 
 Drafts are those of a real drafter (scripts/bench/smollm2_drafts.safetensors), and harder texts accept fewer of them.
 Durations of cycles are lines through what GPUs were measured to take (scripts/results).
@@ -102,7 +102,7 @@ class Request:
 
 @pytest.fixture(scope="module")
 def tokens_per_cycle(paths) -> dict[tuple[str, int], float]:
-    """What cycles of one length commit, by text and length."""
+    """Tokens that cycles of one length commit, by text and length."""
     return {(name, length): mean_tokens(paths, kept, length) for name, kept in TEXTS.items() for length in LENGTHS}
 
 
