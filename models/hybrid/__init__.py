@@ -1,4 +1,4 @@
-"""A real target with Gated DeltaNet layers, and a drafter: 2.6 M parameters, trained on the Python standard library.
+"""A real target with Gated DeltaNet layers, and a drafter: 2.8 M parameters, trained on the Python standard library.
 
 Made by `scripts/train_pair.py --pair hybrid`. `target/` loads like any HF checkpoint, `drafter/` like a z-lab one.
 Prompts for them are those of `models.tiny`.

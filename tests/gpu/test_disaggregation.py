@@ -1,4 +1,4 @@
-"""Prefill and decode Engines on one GPU, with KV over Mooncake: text up to ties, and acceptance, of one Engine."""
+"""Prefill and decode Engines on one GPU and on two, KV over Mooncake: text up to ties, acceptance of one Engine."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,10 +15,15 @@ ENV = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0
 FLAGS = {"attention_backend": "fa3", "mem_fraction_static": 0.4}
 
 
+def on_gpus(number: int) -> object:
+    return pytest.param(number, marks=pytest.mark.alone(gpus=number))
+
+
 @pytest.mark.gpu
-@pytest.mark.alone
+@pytest.mark.group("disaggregation-{gpus}")
 @pytest.mark.parametrize("shape", ["chains", "trees"])
-def test_text(shape, engines, prompts):
+@pytest.mark.parametrize("gpus", [on_gpus(1), on_gpus(2)])
+def test_text(gpus, shape, engines, prompts):
     calls = pair_calls(prompts)
     of_plain, _ = plain_answers(engines, "fa3", prompts)
     config = tiny(f"one-engine-{shape}", shape, attention_backend="fa3")
@@ -31,7 +36,10 @@ def test_text(shape, engines, prompts):
         rooms = {"bootstrap_host": ["127.0.0.1"] * size, "bootstrap_port": [port] * size}
         asked.append(call | rooms | {"bootstrap_room": [1000 * i + row + 1 for row in range(size)], "flush": False})
     arguments = dict(tiny("disaggregated", shape, **FLAGS).arguments) | {"disaggregation_bootstrap_port": port}
-    roles = [EngineProcess(arguments | {"disaggregation_mode": role}, ENV) for role in ("prefill", "decode")]
+    roles = [
+        EngineProcess(arguments | {"disaggregation_mode": role, "base_gpu_id": i % gpus}, ENV)
+        for i, role in enumerate(("prefill", "decode"))
+    ]
     try:
         with ThreadPoolExecutor(2) as threads:
             _, (answers, _) = threads.map(lambda role: role.ask(asked), roles)
@@ -43,6 +51,6 @@ def test_text(shape, engines, prompts):
     answers = flat(answers)
     compared = compare(of_plain, answers)
     rates = tokens_per_cycle(answers), tokens_per_cycle(alone)
-    print(f"\n{shape}: {compared}, {rates[0]:.3f} tokens per cycle, {rates[1]:.3f} on one Engine")
+    print(f"\n{shape} on {gpus} GPUs: {compared}, {rates[0]:.3f} tokens per cycle, {rates[1]:.3f} on one Engine")
     compared.assert_ties(TIE)
     assert rates[0] > 0.97 * rates[1]

@@ -1,6 +1,6 @@
-"""The tiny pair on several GPUs in bf16: lossless up to ties, and no rank waits for another forever.
+"""The tiny and the hybrid pair on several GPUs in bf16: lossless up to ties, and no rank waits for another forever.
 
-Target and drafter have two KV heads each, fewer than four ranks.
+Targets and drafters have two KV heads each, fewer than four ranks.
 """
 
 import re
@@ -10,11 +10,14 @@ import pytest
 import torch
 from serving import REQUEST_SECONDS, Pair, ServerKeeper, Settings
 from support.ties import compare, tokens_per_cycle
+from transformers import AutoTokenizer
+
+from models import hybrid, tiny
 
 # As in test_tiny_pair.py.
 TIE = 0.25
-# Tokens per cycle of one rank, and identical texts of 60.
-USUAL = {"chains": (5.23, 40), "trees": (6.44, 30)}
+# Tokens per cycle of one rank, and identical texts of 60. The hybrid pair verifies trees.
+USUAL = {"chains": (5.23, 40), "trees": (6.44, 30), "hybrid": (5.45, 30)}
 
 FLAGS = (
     ("device", "cuda"),
@@ -24,6 +27,10 @@ FLAGS = (
     ("enable-deterministic-inference", None),
     ("disable-prefill-cuda-graph", True),
 )
+CHAINS = (("speculative-eagle-topk", 1),)
+# By default SGLang would give states most of the memory.
+HYBRID = (("model-path", str(hybrid.TARGET_DIR)), ("max-mamba-cache-size", 100))
+HYBRID_DRAFTER = (("speculative-draft-model-path", str(hybrid.DRAFTER_DIR)),)
 # NVLink multicast can take down the GPUs of a host that others share.
 ENV = (("SGLANG_USE_CPU_ENGINE", "0"), ("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"))
 
@@ -46,18 +53,25 @@ def with_ranks(name: str) -> object:
     return pytest.param(name, id=name, marks=pytest.mark.alone(gpus=int(name.split("-")[0])))
 
 
-@pytest.fixture(scope="module", params=[with_ranks(name) for name in ("2-trees", "2-chains", "4-trees")])
+@pytest.fixture(scope="module", params=[with_ranks(name) for name in ("2-trees", "2-chains", "2-hybrid", "4-trees")])
 def servers(request, tmp_path_factory):
     """Two servers on the same GPUs, with DFLASH and without."""
     ranks, shape = request.param.split("-")
     if torch.cuda.device_count() < int(ranks):
         pytest.skip(f"needs {ranks} GPUs")
     keeper = ServerKeeper(tmp_path_factory.mktemp(f"tp{request.param}"))
+    flags = (("tp-size", int(ranks)), *FLAGS, *(HYBRID if shape == "hybrid" else ()))
     # Trees are the default.
-    chains = (("speculative-eagle-topk", 1),) if shape == "chains" else ()
-    flags = (("tp-size", int(ranks)), *FLAGS)
-    yield keeper.pair(Settings(request.param, flags=flags, dflash_flags=chains, env=ENV))
+    dflash_flags = {"chains": CHAINS, "hybrid": HYBRID_DRAFTER, "trees": ()}[shape]
+    yield keeper.pair(Settings(request.param, flags=flags, dflash_flags=dflash_flags, env=ENV))
     keeper.stop()
+
+
+@pytest.fixture(scope="module")
+def prompts(servers) -> list[list[int]]:
+    """Return the tiny pair's prompts in the target's tokens."""
+    is_hybrid = servers.dflash.settings.name.endswith("hybrid")
+    return AutoTokenizer.from_pretrained((hybrid if is_hybrid else tiny).TARGET_DIR)(tiny.load_prompts())["input_ids"]
 
 
 @pytest.fixture
@@ -79,7 +93,7 @@ def test_lossless_and_acceptance(pair: Pair, prompts):
     compared, rate = compare(plain, dflash), tokens_per_cycle(dflash)
     name, (usual_rate, usual_identical) = pair.dflash.settings.name, USUAL[pair.dflash.settings.name.split("-")[1]]
     described = pair.dflash.internal_state()["sglang_dflash"]
-    assert described["verified_as"] == ("trees" if name.endswith("trees") else "chains")
+    assert described["verified_as"] == ("chains" if name.endswith("chains") else "trees")
     print(f"\ntp {name}: {compared}, {rate:.3f} tokens per cycle")
     compared.assert_ties(TIE)
     compared.assert_floor(usual_identical)

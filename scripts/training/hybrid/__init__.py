@@ -1,4 +1,4 @@
-"""The hybrid pair: a Qwen3.5 target with Gated DeltaNet and full attention, and its DFlash drafter, 2.6 M parameters.
+"""The hybrid pair: a Qwen3.5 target with Gated DeltaNet and full attention, and its DFlash drafter, 2.8 M parameters.
 
 It is trained by the stages of the tiny pair.
 """
