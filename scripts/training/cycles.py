@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 
 from sglang_dflash import ops
 from sglang_dflash.ops.bigrams import tables_of
 from sglang_dflash.ops.copies import TEXT_DTYPE
-from sglang_dflash.types import DrawParameters, Trees
+from sglang_dflash.types import DrawParameters, PairVectors, Trees
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,36 @@ class Draws:
         return tokens
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of the target; `temperature` 0 is greedy."""
+
+    name: str
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def draws(self, keys: Tensor) -> Draws:
+        """Return how texts of these keys, [n] int64, are drawn."""
+        return Draws.of(keys, self.temperature, self.top_k, self.top_p)
+
+
+SAMPLINGS = (
+    Sampling("greedy", 0.0),
+    Sampling("t0.6_top_p0.95_top_k20", 0.6, 0.95, 20),
+    Sampling("t0.7", 0.7),
+    Sampling("t1", 1.0),
+)
+
+
 def num_correct(
-    logits: Tensor, labels: Tensor, texts: Tensor, lens: Tensor, draws: Draws, kinds: Sequence[DraftKind]
+    logits: Tensor,
+    labels: Tensor,
+    texts: Tensor,
+    lens: Tensor,
+    draws: Draws,
+    kinds: Sequence[DraftKind],
+    vectors: PairVectors | None = None,
 ) -> Tensor:
     """Return the number of the text's tokens that are drafted in each block, from the first on.
 
@@ -118,6 +147,7 @@ def num_correct(
         lens: [M] int64. Lengths of those texts.
         draws: of the M blocks' texts.
         kinds: ways to draft.
+        vectors: of a drafter that scores pairs, with gates [M, W - 1, 1, r]. None: it has none.
 
     Returns:
         [len(kinds), M] int64.
@@ -128,7 +158,8 @@ def num_correct(
     log_sums = log_sums.view(num_blocks, depths)
     # With an empty context the position of a node is its depth.
     zeros = torch.zeros(num_blocks, dtype=torch.int64, device=logits.device)
-    own_rows, pairs = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
+    own_rows, bigrams = torch.arange(num_blocks, device=logits.device), tables_of(texts, lens)
+    bonus_tokens = texts.gather(1, lens[:, None] - 1)[:, 0]
     # As a server keeps them: of a power of two.
     kept = F.pad(texts.to(TEXT_DTYPE), (0, (1 << (texts.shape[1] - 1).bit_length()) - texts.shape[1]))
     # No token follows the last depth.
@@ -136,6 +167,9 @@ def num_correct(
     greedy = DrawParameters.greedy(num_blocks, logits.device)
     found = []
     for kind in kinds:
+        if kind.num_candidates == 1:
+            found.append((columns[..., 0] == labels[:, :-1]).long().cumprod(dim=1).sum(dim=1))
+            continue
         candidates, best = (
             x[..., : kind.num_candidates].clone(memory_format=torch.contiguous_format) for x in (columns, values)
         )
@@ -143,7 +177,13 @@ def num_correct(
         if has_copies:
             copies = ops.place_copies(kept, own_rows, lens - 1, zeros, candidates, best)
         parameters = draws.parameters if kind.has_noise else greedy
-        table = ops.fill_table(candidates, best, log_sums, parameters, draws.keys, pairs, zeros, lens - 1, own_rows)
+        of_texts = (parameters, draws.keys, bigrams, zeros, lens - 1, own_rows)
+        if vectors is None:
+            table = ops.fill_table(candidates, best, log_sums, *of_texts)
+        else:
+            k = kind.num_candidates
+            gated = replace(vectors, gates=vectors.gates.expand(-1, -1, k, -1))
+            table = ops.fill_pair_table(bonus_tokens, candidates, best, gated, k, *of_texts)
         if kind.num_nodes is None:
             chains = torch.empty_like(labels)
             ops.follow_table(candidates, table[1], chains)
@@ -160,6 +200,20 @@ def num_correct(
     return torch.stack(found)
 
 
+def pair_vectors(drafter: ReferenceDrafter, hidden: Tensor) -> PairVectors | None:
+    """Return what scores of pairs are made of, for `num_correct`; None: the drafter has no selector.
+
+    Args:
+        drafter: the drafter.
+        hidden: [M, W - 1, H]. Its hidden states.
+    """
+    selector = drafter.candidate_selector
+    if selector is None:
+        return None
+    gates = selector.hidden_projection(hidden.float())[:, :, None]
+    return PairVectors(selector.predecessor_codebook, selector.successor_codebook, gates)
+
+
 def gains(cycles: dict[str, Tensor], kinds: Sequence[DraftKind]) -> dict[str, tuple[float, float]]:
     """Return what noise, copies and candidates give, with standard errors of the prompts' pairs.
 
@@ -167,7 +221,8 @@ def gains(cycles: dict[str, Tensor], kinds: Sequence[DraftKind]) -> dict[str, tu
         cycles: [prompts] by the names of `kinds`.
 
     Returns:
-        Tokens per cycle over those without noise, without copies, of 8 candidates, or of the best tokens.
+        Tokens per cycle over those without noise, without copies, of 8 candidates, of 8 without noise, or of the best
+        tokens.
     """
     found = {}
     for kind in kinds:
@@ -176,6 +231,8 @@ def gains(cycles: dict[str, Tensor], kinds: Sequence[DraftKind]) -> dict[str, tu
         others = {"without noise": replace(kind, has_noise=False), "without copies": replace(kind, has_copies=False)}
         if kind.num_candidates > 8:
             others["of 8"] = replace(kind, num_candidates=8)
+            if kind.has_noise:
+                others["of 8 without noise"] = replace(kind, num_candidates=8, has_noise=False)
         if kind.num_nodes is None:
             others["of the best tokens"] = replace(kind, num_candidates=1)
         for name, other in others.items():

@@ -8,8 +8,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from training.blocks import draft_blocks, initialize, random_anchors, run_blocks
 from training.muon import Muon, orthogonalize
 from training.smollm2.block_attention import TILE, block_mask, tile_lists, visible_keys
-from training.smollm2.drafter import Batch, before_labels, greedy_labels, random_sizes
+from training.smollm2.drafter import Batch, before_labels, greedy_labels, random_sizes, tokens_before
 from training.smollm2.head_loss import head_loss
+from training.smollm2.selector import EmbeddingSelector, selector_loss
 from training.smollm2.settings import DRAFTER_CONFIG
 
 BLOCK_SIZE = 16
@@ -37,11 +38,48 @@ def test_loss_of_the_head_is_cross_entropy(generator):
     expected = (F.cross_entropy(hidden @ head.t(), wanted, reduction="none") * weights).sum()
     (expected_gradient,) = torch.autograd.grad(3 * expected, hidden)
 
-    loss = head_loss(hidden, target_hidden, head, labels, weights, 0.25)
+    loss, candidates = head_loss(hidden, target_hidden, head, labels, weights, 0.25, 5)
     (gradient,) = torch.autograd.grad(3 * loss, hidden)
 
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, expected_gradient)
+    assert torch.equal(candidates, (hidden @ head.t()).topk(5).indices)
+
+
+def test_loss_of_pairs_is_cross_entropy_among_candidates(generator):
+    """Some labels are candidates, others take the last place."""
+    head = torch.randn(33, 12, generator=generator)
+    hidden, target_hidden = torch.randn(2, 7, 12, generator=generator)
+    hidden.requires_grad_()
+    selector = EmbeddingSelector(head, 4, 5)
+    torch.nn.init.normal_(selector.successor.weight, generator=generator)
+    before, labels = torch.randint(33, (2, 7), generator=generator)
+    candidates = (hidden @ head.t()).topk(5).indices
+    labels[:3] = candidates[:3, 2]
+    assert (candidates[3:] != labels[3:, None]).all(-1).any()
+    weights = torch.tensor([0.3, 0.0, 0.1, 0.2, 0.2, 0.1, 0.1])
+
+    loss = selector_loss(selector, hidden, target_hidden, head, candidates, before, labels, weights, 0.25)
+    loss.backward()
+
+    tensors = selector.checkpoint()
+    expected = torch.zeros(())
+    for row in range(7):
+        chosen = candidates[row].tolist()
+        if int(labels[row]) not in chosen:
+            chosen[-1] = int(labels[row])
+        gate = selector.hidden_projection(hidden[row]) * tensors["predecessor_codebook"][before[row]]
+        scores = head[chosen] @ hidden[row] + tensors["successor_codebook"][chosen] @ gate
+        wanted = 0.25 * (head[chosen] @ target_hidden[row]).softmax(-1)
+        wanted[chosen.index(int(labels[row]))] += 0.75
+        expected = expected - weights[row] * (wanted * scores.log_softmax(-1)).sum()
+    torch.testing.assert_close(loss, expected)
+    assert all(p.grad is not None and p.grad.any() for p in (hidden, *selector.parameters()))
+
+
+def test_tokens_before_labels():
+    tokens = torch.arange(10)[None]
+    assert tokens_before(tokens, torch.tensor([[1, 5]]), 4).tolist() == [[[1, 2, 3], [5, 6, 7]]]
 
 
 def test_cut_blocks_draft_as_blocks_of_their_size(generator):

@@ -1,6 +1,7 @@
 """Training of drafters (scripts/train_pair.py): every stage at tiny sizes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,17 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import train_pair
+from safetensors.torch import save_file
 from support.oracle.decode import dflash_generate
 from support.oracle.drafter import ReferenceDrafter
 from support.smollm2 import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS, TOKENS, write_gguf
-from training import smollm2
+from training import smollm2, smollm2_dflash2
+from training.blocks import draft_blocks
 from training.cycles import draft_kinds
 from training.loop import TrainSettings
 from training.smollm2 import evaluation
 from training.smollm2.conversations import template_tokens
 from training.smollm2.decoder import Rows
+from training.smollm2.drafter import new_drafter
 from training.smollm2.llama import Llama
 from training.smollm2.settings import DRAFTER_CONFIG, TURN_END_ID, Settings
+from training.smollm2_dflash2.settings import DFlash2Settings, with_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -122,33 +127,114 @@ def test_answers_are_the_targets(trained, target):
 
 
 def test_measured_cycles_are_those_of_the_batch_1_algorithm(trained, target):
-    tokenizer = AutoTokenizer.from_pretrained(trained.target_dir)
-    drafter = ReferenceDrafter.from_pretrained(trained.drafter_dir, torch.float32)
-    prompts = json.loads((trained.work / "eval_prompts.json").read_text())
-    measured = json.loads((trained.report / "eval.json").read_text())
-    assert set(measured) >= {"code", "maths", "long"}
+    measured = check_cycles(trained, target, trained.drafter_dir, ("code", "maths", "long"))
+    assert max(measured) > 1
+
+
+def check_cycles(settings, target, drafter_dir, kinds):
+    """Compare `eval.json` with cycles that are run one by one. Return the tokens that chains commit."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.target_dir)
+    drafter = ReferenceDrafter.from_pretrained(drafter_dir, torch.float32)
+    prompts = json.loads((settings.work / "eval_prompts.json").read_text())
+    measured = json.loads((settings.report / "eval.json").read_text())
+    assert set(measured) >= set(kinds)
     lengths = []
-    for kind in ("code", "maths", "long"):
+    for kind in kinds:
         message = [{"role": "user", "content": prompts[kind][0]}]
         chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         prompt = torch.tensor(tokenizer.encode(chat))
-        output = dflash_generate(target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,))
+        output = dflash_generate(target, drafter, prompt, settings.eval_tokens, stop_token_ids=(TURN_END_ID,))
 
         result = measured[kind]["greedy"]
         assert result["tokens"] == len(output.tokens) - 1
         assert result["cycles"] == len(output.accept_lengths)
         lengths += output.accept_lengths
-        for kind in draft_kinds(evaluation.TREES, is_sampled=False):
-            if not kind.has_copies:
-                # No server leaves them out.
+        for way in draft_kinds(evaluation.TREES, is_sampled=False):
+            # No server leaves copies out, and no drafter with pairs has other numbers of candidates.
+            is_served = way.has_copies and (drafter.pairs is None or way.num_candidates == drafter.pairs.num_candidates)
+            if not is_served:
                 continue
-            tokens_per_cycle, _ = result["of_kinds"][kind.name]
-            sizes = {"num_nodes": kind.num_nodes, "num_candidates": kind.num_candidates}
+            tokens_per_cycle, _ = result["of_kinds"][way.name]
+            sizes = {"num_nodes": way.num_nodes, "num_candidates": way.num_candidates}
             output = dflash_generate(
-                target, drafter, prompt, trained.eval_tokens, stop_token_ids=(TURN_END_ID,), **sizes
+                target, drafter, prompt, settings.eval_tokens, stop_token_ids=(TURN_END_ID,), **sizes
             )
             assert tokens_per_cycle == pytest.approx(result["tokens"] / len(output.accept_lengths), abs=1e-3)
-    assert max(lengths) > 1
+    return lengths
+
+
+@pytest.fixture(scope="module")
+def with_parts_and_control(trained, tmp_path_factory):
+    """Return the settings of a run that continues the trained drafter, with convolutions and a selector and without."""
+    work = tmp_path_factory.mktemp("dflash2")
+    shutil.copytree(trained.target_dir, work / "target")
+    shutil.copy(trained.work / "generated_0.pt", work)
+    settings = DFlash2Settings(work, work / "pair", work / "report", "cpu", 0, trained.source, trained.drafter_dir)
+    settings.shrink_for_smoke()
+    settings.length, settings.drafter = trained.length, TrainSettings(20, 60.0, 5e-3, 4, 0.05, 20, muon=True)
+    settings.drafter_config, settings.control_config = with_parts(SMALL_DRAFTER), SMALL_DRAFTER
+    settings.control_init = trained.drafter_dir
+    settings.out.mkdir()
+    settings.report.mkdir()
+    for stage in ("drafter", "control", "eval"):
+        train_pair.run_stages(smollm2_dflash2.STAGES, stage, settings)
+    return settings
+
+
+def test_parts_begin_as_the_drafter_before(trained):
+    """Convolutions are the identity and pairs have no score, so the rows are those of the drafter without them."""
+    before = ReferenceDrafter.from_pretrained(trained.drafter_dir)
+    embedding = torch.randn(len(TOKENS), HIDDEN, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(len(LAYER_IDS) * HIDDEN)
+    drafter = new_drafter(with_parts(SMALL_DRAFTER), trained.drafter_dir, embedding, ones, trained)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(len(TOKENS), (2, 30), generator=generator)
+    features = torch.randn(2, 30, len(ones), generator=generator)
+    anchors = torch.tensor([[3, 9], [12, 20]])
+
+    rows, expected = (draft_blocks(model, embedding, features, tokens, anchors) for model in (drafter, before))
+
+    assert torch.equal(rows, expected)
+    assert not drafter.pairs(tokens, torch.randn(2, 30, HIDDEN), tokens[..., None]).any()
+
+
+def test_drafter_that_lacks_tensors_is_no_beginning(trained, tmp_path):
+    save_file({"fc.weight": torch.zeros(HIDDEN, len(LAYER_IDS) * HIDDEN)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is no beginning of this drafter: .*norm\.weight"):
+        new_drafter(SMALL_DRAFTER, tmp_path, torch.zeros(len(TOKENS), HIDDEN), torch.ones(2 * HIDDEN), trained)
+
+
+def test_drafter_with_parts_continues_another(with_parts_and_control, trained, target):
+    settings = with_parts_and_control
+    drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir)
+    conv, selector = drafter.layers[0].attention_conv, drafter.candidate_selector
+    for learned in (conv.kernel_projection.weight, conv.base_kernel[:, 1], selector.successor_codebook):
+        assert learned.any()
+    control = ReferenceDrafter.from_pretrained(settings.control_dir)
+    assert control.pairs is None
+    check_cycles(settings, target, settings.drafter_dir, ("code", "maths", "quoting"))
+
+    # What the training wrote is what a training continues from.
+    embedding = Llama(settings.target_dir, "cpu").embedding
+    ones = torch.ones(len(LAYER_IDS) * HIDDEN)
+    again = new_drafter(with_parts(SMALL_DRAFTER), settings.drafter_dir, embedding, ones, settings)
+    for name, tensor in again.candidate_selector.checkpoint().items():
+        torch.testing.assert_close(tensor, selector.get_parameter(name), atol=2e-2, rtol=2e-2)
+
+
+def test_evaluation_compares_with_the_control(with_parts_and_control):
+    settings = with_parts_and_control
+    results = json.loads((settings.report / "eval.json").read_text())
+    assert set(results) == {"chat", "code", "maths", "chat and code and maths", "quoting"}
+    for of_sampling in results["chat and code and maths"].values():
+        own, control = of_sampling["cycles_of_prompts"], of_sampling["control"]["cycles_of_prompts"]
+        # Both draft for the same texts.
+        assert of_sampling["tokens_of_prompts"] == of_sampling["control"]["tokens_of_prompts"]
+        assert len(of_sampling["tokens_of_prompts"]) <= 3
+        for name, cycles in own.items():
+            assert of_sampling["over_control"][name][0] == pytest.approx(sum(control[name]) / sum(cycles), abs=1e-3)
+    written = (settings.report / "eval.md").read_text()
+    assert "| chat and code and maths | t1 |" in written and "The drafter over the control." in written
 
 
 def test_what_is_done_is_not_done_again(trained):
@@ -190,5 +276,9 @@ def test_drafter_for_a_target_that_is_there(tmp_path):
     for trained in (conv.kernel_projection.weight, selector.successor_codebook, conv.base_kernel[:, 1]):
         assert trained.any()
     assert (conv.base_kernel[:, 0] - 1).abs().max() < 0.1
-    assert (tmp_path / "pair/drafter/model.safetensors").stat().st_size < 1500 * 1000
-    assert json.loads((tmp_path / "work/eval.json").read_text())["tokens_per_cycle"]["temperature 0"]
+    assert (tmp_path / "pair/drafter/model.safetensors").stat().st_size < 2**20
+    measured = json.loads((tmp_path / "work/eval.json").read_text())
+    # The batch-1 algorithm is the chain of 16 candidates.
+    tokens_per_cycle, _ = measured["tokens_per_cycle"]["greedy"]["of_kinds"]["chain, 16 candidates"]
+    assert tokens_per_cycle > 1
+    assert "| code of held-out modules | t1 |" in (tmp_path / "work/eval.md").read_text()

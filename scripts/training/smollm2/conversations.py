@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from models.smollm2.make_target import make_target
 from training import processes
 from training.loop import step_generator
 from training.smollm2.decoder import Rows, run_steps, sample
@@ -22,6 +21,9 @@ NOT_GIVEN = -1
 
 def make(settings: Settings) -> None:
     """Write the target to `work/target`."""
+    # No other stage needs the package that reads GGUF files.
+    from models.smollm2.make_target import make_target
+
     if processes.rank() == 0:
         make_target(settings.source, settings.target_dir)
 

@@ -1,9 +1,11 @@
 """Drafter stage: block drafting, learned from the frozen target's features and its own answers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from support.oracle.drafter import ReferenceDrafter
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from training.blocks import (
     autocast,
     block_loss,
     draft_blocks,
+    follow_chains,
     initialize,
     random_anchors,
     row_weights,
@@ -24,10 +27,13 @@ from training.loop import step_generator, train
 from training.smollm2.block_attention import block_mask
 from training.smollm2.head_loss import head_loss
 from training.smollm2.llama import Llama
-from training.smollm2.settings import DRAFTER_CONFIG, DRAFTER_STAGE, POOL_STAGE, Settings
+from training.smollm2.selector import EmbeddingSelector, selector_loss
+from training.smollm2.settings import DRAFTER_STAGE, POOL_STAGE, Settings
 
 # The step number that draws the anchors of the evaluation.
 VALIDATION_STEP = 999_999
+# Prefix of the tensors that training has in another form.
+SELECTOR = "candidate_selector."
 
 
 @dataclass
@@ -63,7 +69,7 @@ class Conversations:
         self.rows = Batch(**{name: tensor.to(settings.device) for name, tensor in generated.items()})
         self.num_train = num_train_rows(len(self.rows.tokens), settings)
         self.llama, self.settings = llama, settings
-        self.layer_ids = DRAFTER_CONFIG["dflash_config"]["target_layer_ids"]
+        self.layer_ids = settings.drafter_config["dflash_config"]["target_layer_ids"]
         # Some features are a hundred times as large as others. The optimizer's steps are equally long in all weights,
         # so it gets normalised features. The saved weights read the features unscaled.
         first = self.take(torch.arange(settings.drafter_batch, device=settings.device))
@@ -123,69 +129,127 @@ class Conversations:
 
 
 def run(settings: Settings) -> None:
-    """Train the drafter in float32 with bf16 autocast and write it, rounded to bf16, to `out/drafter`."""
+    """Train the drafter and write it to `out/drafter`."""
+    train_drafter("drafter", settings.drafter_config, settings.init, settings.drafter_dir, settings)
+
+
+def train_drafter(name: str, config: dict, init: Path | None, folder: Path, settings: Settings) -> None:
+    """Train a drafter in float32 with bf16 autocast and write it, rounded to bf16.
+
+    Args:
+        name: of the training, for its files in `work`.
+        config: content of the drafter's `config.json`.
+        init: the drafter to continue from; None: one with random weights.
+        folder: where the drafter is written.
+        settings: of the run.
+    """
     torch.manual_seed(settings.seed)
     llama = Llama(settings.target_dir, settings.device)
     conversations = Conversations(llama, settings)
-    drafter = new_drafter(conversations.feature_scale, settings)
-    block_size = drafter.config.block_size
-    draft = torch.compile(run_blocks, dynamic=False, fullgraph=True) if settings.device == "cuda" else run_blocks
+    drafter = new_drafter(config, init, llama.embedding, conversations.feature_scale, settings)
+    loss = StepLoss(drafter, conversations, settings)
+    # Compilation takes as long as a thousand steps, and is no part of the training's time.
+    for step in {0, settings.long_every - 1}:
+        loss.at(step).backward()
+    drafter.zero_grad()
 
-    def loss_at(step: int) -> Tensor:
+    def evaluate() -> dict[str, float]:
+        return measure_held_out(drafter, conversations, settings)
+
+    def save() -> None:
+        weights = {key: tensor for key, tensor in drafter.state_dict().items() if not key.startswith(SELECTOR)}
+        weights["fc.weight"] = weights["fc.weight"] / conversations.feature_scale
+        if drafter.candidate_selector is not None:
+            weights |= {SELECTOR + key: tensor for key, tensor in drafter.candidate_selector.checkpoint().items()}
+        save_checkpoint(folder, config, weights)
+
+    train(name, drafter, loss.at, evaluate, save, settings.drafter, settings.work)
+
+
+class StepLoss:
+    """The loss of a training's steps."""
+
+    def __init__(self, drafter: ReferenceDrafter, conversations: Conversations, settings: Settings):
+        self.drafter, self.conversations, self.settings = drafter, conversations, settings
+        self.head = conversations.llama.embedding
+        is_compiled = settings.device == "cuda"
+        self.draft = torch.compile(run_blocks, dynamic=False, fullgraph=True) if is_compiled else run_blocks
+
+    def at(self, step: int) -> Tensor:
+        """Return the loss of a step's batch, which depends only on the step and the process."""
+        settings, block_size = self.settings, self.drafter.config.block_size
         generator = step_generator(settings.seed, DRAFTER_STAGE, step, settings.device)
-        batch, features, target_hidden = conversations.draw(step, generator)
+        batch, features, target_hidden = self.conversations.draw(step, generator)
         is_long = batch.tokens.shape[1] > settings.length
         count = settings.long_anchors if is_long else settings.anchors
         anchors = random_anchors(batch.is_answer, count, block_size, generator).sort(dim=1).values
         sizes = random_sizes(anchors, block_size, settings.cut_share, generator)
         mask = block_mask(anchors, sizes, batch.tokens.shape[1], block_size)
-        hidden = draft(drafter, llama.embedding, features, batch.tokens, anchors, mask)
+        hidden = self.draft(self.drafter, self.head, features, batch.tokens, anchors, mask)
+        is_in_block = torch.arange(1, block_size, device=sizes.device) < sizes[..., None]
+        return self._of_blocks(hidden, batch, target_hidden, anchors, is_in_block)
+
+    def _of_blocks(
+        self, hidden: Tensor, batch: Batch, target_hidden: Tensor, anchors: Tensor, is_in_block: Tensor
+    ) -> Tensor:
+        """Return the loss of drafts [bs, A, W - 1, H].
+
+        Drafts that do not count are left out, and the drafts of least weight beyond the share of the lm_head. Pairs
+        count in whole answers: second choices of the text are what trees ask about.
+        """
+        settings, block_size, pairs = self.settings, self.drafter.config.block_size, self.drafter.candidate_selector
         labels, counts = greedy_labels(batch, anchors, block_size)
-        counts &= torch.arange(1, block_size, device=sizes.device) < sizes[..., None]
-        weights = (counts * row_weights(block_size, settings.loss_gamma, counts.device)).flatten()
-        # Leave out tokens that do not count, and the tokens of least weight beyond the share.
-        weights, chosen = weights.topk(int(settings.head_share * len(weights)), sorted=False)
-        weights = weights / weights.sum().clamp(min=1)
-        return head_loss(
-            hidden.flatten(0, 2).index_select(0, chosen),
-            before_labels(target_hidden, anchors, block_size).index_select(0, chosen),
-            llama.embedding,
-            labels.flatten()[chosen],
-            weights,
-            settings.soft_share,
+        by_row = row_weights(block_size, settings.loss_gamma, counts.device)
+        weights = (counts * is_in_block * by_row).flatten()
+        pair_weights = torch.zeros_like(weights)
+        if pairs is not None:
+            is_answer = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1)
+            pair_weights = (is_answer * is_in_block * by_row).flatten()
+        chosen = (weights + pair_weights).topk(int(settings.head_share * len(weights)), sorted=False).indices
+        weights, pair_weights = (
+            values[chosen] / values[chosen].sum().clamp(min=1) for values in (weights, pair_weights)
         )
+        hidden = hidden.flatten(0, 2).index_select(0, chosen)
+        target_hidden = before_labels(target_hidden, anchors, block_size).index_select(0, chosen)
+        labels, head, share = labels.flatten()[chosen], self.head, settings.soft_share
+        num_candidates = 0 if pairs is None else pairs.num_candidates
+        loss, candidates = head_loss(hidden, target_hidden, head, labels, weights, share, num_candidates)
+        if pairs is None:
+            return loss
+        before = tokens_before(batch.tokens, anchors, block_size).flatten()[chosen]
+        with autocast(hidden.device):
+            return loss + selector_loss(
+                pairs, hidden, target_hidden, head, candidates, before, labels, pair_weights, share
+            )
 
-    def evaluate() -> dict[str, float]:
-        generator = step_generator(settings.seed, DRAFTER_STAGE, VALIDATION_STEP, settings.device)
-        sums = torch.zeros(2, device=settings.device)
-        by_temperature = torch.zeros(len(settings.answer_temperatures), 2, device=settings.device)
-        for indices in conversations.held_out().split(settings.drafter_batch):
-            batch = conversations.take(indices)
-            anchors = random_anchors(batch.is_answer, settings.anchors, block_size, generator)
-            hidden = draft_blocks(drafter, llama.embedding, conversations.features(batch), batch.tokens, anchors)
-            with autocast(hidden.device):
-                logits = F.linear(hidden, llama.embedding)
-            labels = after_anchors(batch.tokens, anchors, block_size)
-            # The tokens after an answer are not the target's.
-            counts = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1).bool()
-            sums += torch.stack([block_loss(logits, labels, counts, settings.loss_gamma), sums.new_ones(())])
-            lengths = accept_lengths(logits.argmax(-1), labels, counts).float().mean(-1)
-            for i, (temperature, _) in enumerate(settings.answer_temperatures):
-                chosen = lengths[batch.temperatures == temperature]
-                by_temperature[i] += torch.stack([chosen.sum(), chosen.new_tensor(len(chosen))])
-        sums, by_temperature = processes.average(sums), processes.average(by_temperature)
-        total = by_temperature.sum(0)
-        metrics = {"loss": float(sums[0] / sums[1]), "accept_length": float(total[0] / total[1])}
-        for (temperature, _), (length, number) in zip(settings.answer_temperatures, by_temperature, strict=True):
-            metrics[f"accept_length_t{temperature:g}"] = float(length / number.clamp(min=1e-9))
-        return metrics
 
-    def save() -> None:
-        weights = drafter.state_dict()
-        weights["fc.weight"] = weights["fc.weight"] / conversations.feature_scale
-        save_checkpoint(settings.drafter_dir, DRAFTER_CONFIG, weights)
-
-    train("drafter", drafter, loss_at, evaluate, save, settings.drafter, settings.work)
+def measure_held_out(drafter: ReferenceDrafter, conversations: Conversations, settings: Settings) -> dict[str, float]:
+    """Return the loss and the acceptance lengths on held-out conversations, over all processes."""
+    llama, block_size = conversations.llama, drafter.config.block_size
+    generator = step_generator(settings.seed, DRAFTER_STAGE, VALIDATION_STEP, settings.device)
+    sums = torch.zeros(2, device=settings.device)
+    by_temperature = torch.zeros(len(settings.answer_temperatures), 2, device=settings.device)
+    for indices in conversations.held_out().split(settings.drafter_batch):
+        batch = conversations.take(indices)
+        anchors = random_anchors(batch.is_answer, settings.anchors, block_size, generator)
+        hidden = draft_blocks(drafter, llama.embedding, conversations.features(batch), batch.tokens, anchors)
+        with autocast(hidden.device):
+            logits = F.linear(hidden, llama.embedding)
+            drafts = follow_chains(drafter, hidden, logits, batch.tokens.gather(1, anchors))
+        labels = after_anchors(batch.tokens, anchors, block_size)
+        # The tokens after an answer are not the target's.
+        counts = after_anchors(batch.is_answer, anchors, block_size).cumprod(-1).bool()
+        sums += torch.stack([block_loss(logits, labels, counts, settings.loss_gamma), sums.new_ones(())])
+        lengths = accept_lengths(drafts, labels, counts).float().mean(-1)
+        for i, (temperature, _) in enumerate(settings.answer_temperatures):
+            chosen = lengths[batch.temperatures == temperature]
+            by_temperature[i] += torch.stack([chosen.sum(), chosen.new_tensor(len(chosen))])
+    sums, by_temperature = processes.average(sums), processes.average(by_temperature)
+    total = by_temperature.sum(0)
+    metrics = {"loss": float(sums[0] / sums[1]), "accept_length": float(total[0] / total[1])}
+    for (temperature, _), (length, number) in zip(settings.answer_temperatures, by_temperature, strict=True):
+        metrics[f"accept_length_t{temperature:g}"] = float(length / number.clamp(min=1e-9))
+    return metrics
 
 
 def greedy_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -211,6 +275,11 @@ def before_labels(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Te
     return target_hidden.flatten(0, 1)[(starts + positions).flatten()]
 
 
+def tokens_before(tokens: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """Return the text's token before each label: [bs, T] -> [bs, A, W - 1]."""
+    return after_anchors(tokens, anchors - 1, block_size)
+
+
 def random_sizes(anchors: Tensor, block_size: int, cut_share: float, generator: torch.Generator) -> Tensor:
     """Return sizes of blocks [bs, A]: W, or for a share of them a random size of at least 2."""
     draws = torch.rand(2, *anchors.shape, generator=generator, device=anchors.device)
@@ -225,20 +294,42 @@ def feature_sizes(features: Tensor) -> Tensor:
     return squares.sqrt().to(features.dtype)
 
 
-def new_drafter(feature_scale: Tensor, settings: Settings) -> ReferenceDrafter:
-    """Return the drafter to continue from, or one with random weights, in float32.
+def new_drafter(
+    config: dict, init: Path | None, embedding: Tensor, feature_scale: Tensor, settings: Settings
+) -> ReferenceDrafter:
+    """Return a drafter with random weights, or with those of another, in float32.
+
+    Convolutions and scores of pairs that the other drafter does not have begin as the identity and as zero.
 
     Args:
+        config: of the drafter.
+        init: folder of the other drafter.
+        embedding: [V, H]. The target's.
         feature_scale: [F]. Features are divided by it before `fc` reads them.
         settings: of the run.
+
+    Raises:
+        ValueError: the other drafter lacks more.
     """
-    if settings.init is not None:
-        drafter = ReferenceDrafter.from_pretrained(settings.init).train().to(settings.device)
-        drafter.fc.weight.data *= feature_scale
+    drafter = ReferenceDrafter(config)
+    initialize(drafter, config["initializer_range"])
+    drafter.to(settings.device)
+    selector = None
+    if drafter.candidate_selector is not None:
+        selector = EmbeddingSelector(embedding, *drafter.config.selector).to(settings.device)
+        drafter.candidate_selector = selector
+    if init is None:
         return drafter
-    drafter = ReferenceDrafter(DRAFTER_CONFIG)
-    initialize(drafter, DRAFTER_CONFIG["initializer_range"])
-    return drafter.to(settings.device)
+    tensors = load_file(init / "model.safetensors", device=settings.device)
+    of_pairs = {key.removeprefix(SELECTOR): tensors.pop(key) for key in list(tensors) if key.startswith(SELECTOR)}
+    if of_pairs and selector is not None:
+        selector.read_checkpoint(of_pairs)
+    missing, unexpected = drafter.load_state_dict(tensors, strict=False)
+    wrong = [key for key in missing if "_conv." not in key and not key.startswith(SELECTOR)] + unexpected
+    if wrong or (of_pairs and selector is None):
+        raise ValueError(f"{init}: is no beginning of this drafter: {wrong or list(of_pairs)}")
+    drafter.fc.weight.data *= feature_scale
+    return drafter
 
 
 def num_train_rows(num_rows: int, settings: Settings) -> int:

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from training import processes
 from training.blocks import after_anchors, draft_blocks
-from training.cycles import CHAIN, Draws, draft_kinds, gains, num_correct, ratio, walk
+from training.cycle_tables import tables
+from training.cycles import (
+    CHAIN,
+    SAMPLINGS,
+    Sampling,
+    draft_kinds,
+    gains,
+    num_correct,
+    pair_vectors,
+    ratio,
+    walk,
+)
 from training.files import read_json, write_json
 from training.smollm2.conversations import load_tokenizer
 from training.smollm2.decoder import Rows, run_steps
@@ -29,52 +40,37 @@ BATCH = 4
 TOP = (1, 2, 4, 8)
 # Nodes of trees, and blocks that are drafted together.
 TREES, BLOCK_BATCH = (8, 16, 32, 64), 256
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of the target; `temperature` 0 is greedy."""
-
-    name: str
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def draws(self, keys: Tensor) -> Draws:
-        """Return how texts of these keys, [n] int64, are drawn."""
-        return Draws.of(keys, self.temperature, self.top_k, self.top_p)
-
-
-SAMPLINGS = (
-    Sampling("greedy", 0.0),
-    Sampling("t0.6_top_p0.95_top_k20", 0.6, 0.95, 20),
-    Sampling("t0.7", 0.7),
-    Sampling("t1", 1.0),
-)
+# Kinds of prompts that are also taken together.
+ORDINARY = ("chat", "code", "maths")
 
 
 def run(settings: Settings) -> None:
-    """Write `report/eval.json` after each kind of prompts. Write `out/prompts.json` if the run has conversations.
+    """Write `report/eval.json` and `report/eval.md` after each kind of prompts.
 
-    A run without conversations evaluates the prompts that `out` has, and those of `quoting_prompts.json`, whose answers
-    repeat parts of the prompt.
+    A run of a pair with prompts of its own writes `out/prompts.json` if it has conversations. Other runs evaluate the
+    prompts that are there, and those of `quoting_prompts.json`, whose answers repeat parts of the prompt.
     """
     tokenizer = load_tokenizer(settings)
     llama = Llama(settings.target_dir, settings.device)
-    drafter = ReferenceDrafter.from_pretrained(settings.drafter_dir).to(settings.device)
+    drafters = {
+        name: ReferenceDrafter.from_pretrained(folder).to(settings.device) for name, folder in settings.drafters.items()
+    }
     torch.manual_seed(settings.seed * 64 + processes.rank())
     if processes.rank() == 0:
-        if has_conversations(settings):
+        if settings.prompts_dir == settings.out and has_conversations(settings):
             prompts = make_prompts(tokenizer, settings)
             shipped = {kind: texts for kind, texts in prompts.items() if kind != "long"}
             write_json(settings.out / "prompts.json", shipped)
         else:
-            shipped = read_json(settings.out / "prompts.json") | read_json(settings.out / "quoting_prompts.json")
-            prompts = {kind: texts[: settings.eval_prompts] for kind, texts in shipped.items()}
+            names = ("prompts.json", "quoting_prompts.json")
+            kinds = {kind: texts for name in names for kind, texts in read_json(settings.prompts_dir / name).items()}
+            prompts = {kind: texts[: settings.eval_prompts] for kind, texts in kinds.items()}
+            # An evaluation that is cut short has the kinds of few prompts.
+            prompts = dict(sorted(prompts.items(), key=lambda item: len(item[1])))
         write_json(settings.work / "eval_prompts.json", prompts)
     processes.wait()
 
-    results = {}
+    results, ordinary = {}, []
     for kind, texts in read_json(settings.work / "eval_prompts.json").items():
         # With few conversations, no held-out one may be a prompt.
         if not texts:
@@ -84,11 +80,16 @@ def run(settings: Settings) -> None:
         prompts = sorted((tokenizer.encode(chat) for chat in chats), key=len)
         share = math.ceil(len(prompts) / processes.count())
         mine = prompts[processes.rank() * share :][:share]
-        measured = measure(llama, drafter, mine, settings) if mine else {}
-        measured = processes.gather(measured)
-        results[kind] = {s.name: summarize([m[s.name] for m in measured if m], s) for s in SAMPLINGS}
+        measured = processes.gather(measure(llama, drafters, mine, settings) if mine else {})
+        measured = [part for part in measured if part]
+        results[kind] = summarize_all(measured, list(drafters))
+        if kind in ORDINARY:
+            ordinary += measured
+            if len(ordinary) > len(measured):
+                results[" and ".join(ORDINARY)] = summarize_all(ordinary, list(drafters))
         if processes.rank() == 0:
             write_json(settings.report / "eval.json", results)
+            (settings.report / "eval.md").write_text(tables(results), encoding="utf-8")
             lengths = {name: result["tokens_per_cycle"] for name, result in results[kind].items()}
             print(f"eval of {len(prompts)} {kind} prompts: {lengths}", flush=True)
 
@@ -113,22 +114,22 @@ class Measured:
 
 
 def measure(
-    llama: Llama, drafter: ReferenceDrafter, prompts: list[list[int]], settings: Settings
-) -> dict[str, Measured]:
-    """Continue every prompt with every sampling, and draft at each token."""
+    llama: Llama, drafters: dict[str, ReferenceDrafter], prompts: list[list[int]], settings: Settings
+) -> dict[str, dict[str, Measured]]:
+    """Continue every prompt with every sampling, and draft at each token. Returned by sampling, then by drafter."""
     rows, firsts, keys = continue_prompts(llama, prompts, settings)
-    block_size = drafter.config.block_size
     found = {}
     for i, sampling in enumerate(SAMPLINGS):
-        found[sampling.name] = Measured(
-            [], [], Counter(), torch.zeros(len(TOP), block_size - 1), torch.zeros(block_size - 1)
-        )
         of_sampling = slice(i * len(prompts), (i + 1) * len(prompts))
-        parts = (values[of_sampling].split(BATCH) for values in (rows, firsts, keys))
-        for tokens, first, part_keys in zip(*parts, strict=True):
-            measure_batch(
-                llama, drafter, tokens, first, settings.eval_tokens, sampling, part_keys, found[sampling.name]
-            )
+        found[sampling.name] = {}
+        for name, drafter in drafters.items():
+            depths = drafter.config.block_size - 1
+            of_drafter = Measured([], [], Counter(), torch.zeros(len(TOP), depths), torch.zeros(depths))
+            found[sampling.name][name] = of_drafter
+            for tokens, first, part_keys in zip(
+                *(values[of_sampling].split(BATCH) for values in (rows, firsts, keys)), strict=True
+            ):
+                measure_batch(llama, drafter, tokens, first, settings.eval_tokens, sampling, part_keys, of_drafter)
     return found
 
 
@@ -189,12 +190,14 @@ def measure_batch(
     counts = torch.arange(num_tokens, device=tokens.device)[:, None] + depths < lengths[:, None, None]
     own_labels = labels.masked_fill(~counts, -1).flatten(0, 1)
     texts = torch.arange(len(tokens), device=tokens.device).repeat_interleave(num_tokens)
-    blocks = (logits.flatten(0, 1), own_labels, texts, (anchors + 1).flatten())
+    blocks = (hidden.flatten(0, 1), logits.flatten(0, 1), own_labels, texts, (anchors + 1).flatten())
     parts = zip(*(rows.split(BLOCK_BATCH) for rows in blocks), strict=True)
     correct_in_blocks = torch.cat(
         [
-            num_correct(of_part, wanted, tokens[text], lens, sampling.draws(keys[text]), kinds)
-            for of_part, wanted, text, lens in parts
+            num_correct(
+                of_part, wanted, tokens[text], lens, sampling.draws(keys[text]), kinds, pair_vectors(drafter, states)
+            )
+            for states, of_part, wanted, text, lens in parts
         ],
         dim=1,
     ).view(len(kinds), *anchors.shape)
@@ -210,12 +213,33 @@ def measure_batch(
         found.lengths.update(committed[kinds.index(CHAIN)])
 
 
+def summarize_all(parts: list[dict[str, dict[str, Measured]]], drafters: list[str]) -> dict[str, dict]:
+    """Return the measurements of all processes by sampling: of the pair's drafter, and what it gives over others."""
+    results = {}
+    for sampling in SAMPLINGS:
+        own, *others = ([part[sampling.name][name] for part in parts] for name in drafters)
+        results[sampling.name] = summarize(own, sampling)
+        cycles = cycles_by_kind(own, sampling)
+        for name, other in zip(drafters[1:], others, strict=True):
+            of_other = cycles_by_kind(other, sampling)
+            over = {kind: list(ratio(of_other[kind], cycles[kind])) for kind in cycles}
+            results[sampling.name][name] = summarize(other, sampling)
+            results[sampling.name][f"over_{name}"] = over
+    return results
+
+
+def cycles_by_kind(parts: list[Measured], sampling: Sampling) -> dict[str, Tensor]:
+    """Return the cycles of each prompt, [prompts] float64, by the names of ways to draft."""
+    kinds = draft_kinds(TREES, sampling.temperature > 0)
+    cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
+    return dict(zip((kind.name for kind in kinds), cycles.T, strict=True))
+
+
 def summarize(parts: list[Measured], sampling: Sampling) -> dict:
     """Return tokens per cycle with the standard error over prompts, and the other measurements of all processes."""
     kinds = draft_kinds(TREES, sampling.temperature > 0)
     tokens = torch.tensor([n for part in parts for n in part.tokens], dtype=torch.float64)
-    cycles = torch.tensor([n for part in parts for n in part.cycles], dtype=torch.float64)
-    of_kinds = dict(zip((kind.name for kind in kinds), cycles.T, strict=True))
+    of_kinds = cycles_by_kind(parts, sampling)
     mean, error = ratio(tokens, of_kinds[CHAIN.name])
     hits, num = sum(part.hits for part in parts), sum(part.num for part in parts)
     return {
@@ -224,6 +248,8 @@ def summarize(parts: list[Measured], sampling: Sampling) -> dict:
         "cycles": int(of_kinds[CHAIN.name].sum()),
         "tokens_per_cycle": mean,
         "standard_error": error,
+        "tokens_of_prompts": tokens.long().tolist(),
+        "cycles_of_prompts": {name: of_kind.long().tolist() for name, of_kind in of_kinds.items()},
         "of_kinds": {name: list(ratio(tokens, of_kind)) for name, of_kind in of_kinds.items()},
         "gains": gains(of_kinds, kinds),
         "cycles_that_commit": dict(sorted(sum((part.lengths for part in parts), Counter()).items())),

@@ -7,11 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash import ops
+
 
 def head_loss(
-    hidden: Tensor, target_hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, soft_share: float
-) -> Tensor:
-    """Return the weighted sum of cross entropies, to the labels and to the target's distribution.
+    hidden: Tensor,
+    target_hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    soft_share: float,
+    num_candidates: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of cross entropies, to the labels and to the target's distribution, and the best tokens.
 
     Args:
         hidden: [T, H]. The only input with a gradient.
@@ -20,11 +28,13 @@ def head_loss(
         labels: [T] int64.
         weights: [T] float32.
         soft_share: weight of the target's distribution; the labels have the rest.
+        num_candidates: K, at most 16; 0: no best tokens are wanted.
 
     Returns:
-        A scalar, float32.
+        loss: a scalar, float32.
+        candidates: [T, K] int64. Tokens with the largest logits, the most probable first.
     """
-    return _HeadLoss.apply(hidden, target_hidden, head, labels, weights, soft_share)
+    return _HeadLoss.apply(hidden, target_hidden, head, labels, weights, soft_share, num_candidates)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -37,18 +47,23 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor,
         soft_share: float,
-    ) -> Tensor:
+        num_candidates: int,
+    ) -> tuple[Tensor, Tensor]:
         logits, target_logits = F.linear(hidden.to(head.dtype), head), F.linear(target_hidden.to(head.dtype), head)
         # Compiled, there is a third of the passes over the logits. A CPU gains nothing by it.
         passes = _compiled_loss_and_gradient if logits.is_cuda else loss_and_gradient
         losses, gradient = passes(logits, target_logits, labels, weights, soft_share)
         ctx.save_for_backward((gradient @ head).to(hidden.dtype))
-        return losses.sum()
+        candidates = labels.new_empty((len(labels), 0))
+        if num_candidates:
+            candidates = ops.top_columns(logits, num_candidates)[1]
+        ctx.mark_non_differentiable(candidates)
+        return losses.sum(), candidates
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_output: Tensor, _of_candidates: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_output.to(gradient.dtype), None, None, None, None, None
+        return gradient * grad_output.to(gradient.dtype), None, None, None, None, None, None
 
 
 def loss_and_gradient(

@@ -64,6 +64,8 @@ class Settings:
     source: Path | None
     # A drafter to continue from, as written to `out/drafter`.
     init: Path | None
+    # Content of the drafter's `config.json`.
+    drafter_config: dict = field(default_factory=lambda: DRAFTER_CONFIG)
 
     # Conversations: rows of `length` tokens, `generation_batch` at a time.
     length: int = 1024
@@ -131,6 +133,16 @@ class Settings:
     @property
     def drafter_dir(self) -> Path:
         return self.out / "drafter"
+
+    @property
+    def drafters(self) -> dict[str, Path]:
+        """Folders of the drafters to evaluate, by name, on the same texts. The first one is the pair's."""
+        return {"drafter": self.drafter_dir}
+
+    @property
+    def prompts_dir(self) -> Path:
+        """The pair with whose prompts this one is evaluated."""
+        return self.out
 
     def shrink_for_smoke(self) -> None:
         """Use tiny sizes that run every stage on a CPU. The models keep their shapes."""

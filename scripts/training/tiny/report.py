@@ -17,13 +17,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.tiny import load_prompts
 from training.blocks import after_anchors, draft_blocks
-from training.cycles import DraftKind, Draws, draft_kinds, gains, num_correct, ratio, walk
+from training.cycle_tables import tables
+from training.cycles import (
+    SAMPLINGS,
+    DraftKind,
+    Draws,
+    Sampling,
+    draft_kinds,
+    gains,
+    num_correct,
+    pair_vectors,
+    ratio,
+    walk,
+)
 from training.files import plot_losses, read_json, write_json
 from training.tiny.settings import Settings
 
 TITLES = {"target": "Target: next-token loss", "drafter": "Drafter: position-weighted loss of rows 1..15"}
 
-TEMPERATURES = (0.0, 0.7, 1.0)
 # Nodes of trees.
 TREES = (8, 16, 32)
 
@@ -57,35 +68,15 @@ def run_evaluation(settings: Settings) -> None:
         "accept_length_histogram": dict(sorted(Counter(flat).items())),
         "accept_length_per_prompt": [round(sum(lengths) / len(lengths), 2) for lengths in of_prompts],
         "exact_against_greedy": f"{num_exact} of {min(settings.exact_prompts, len(prompts))}",
-        "tokens_per_cycle": {
-            f"temperature {temperature:g}": measure_cycles(target, drafter, encoded, temperature, settings)
-            for temperature in TEMPERATURES
-        }
-        if drafter.pairs is None
-        else {"temperature 0": measure_trees(target, drafter, encoded, settings)},
+        "tokens_per_cycle": {s.name: measure_cycles(target, drafter, encoded, s, settings) for s in SAMPLINGS},
         "samples": samples,
     }
     write_json(settings.work / "eval.json", result)
+    kind = "code of held-out modules"
+    (settings.work / "eval.md").write_text(tables({kind: result["tokens_per_cycle"]}), encoding="utf-8")
     print(f"eval: accept length {result['accept_length']} over {len(flat)} cycles of {len(prompts)} prompts")
-    for name, of_kind in result["tokens_per_cycle"].items():
-        print(f"eval: tokens per cycle, {name}: {of_kind}")
-
-
-def measure_trees(
-    target: PreTrainedModel, drafter: ReferenceDrafter, prompts: list[list[int]], settings: Settings
-) -> dict[str, float]:
-    """Return tokens per cycle of greedy answers in trees of a drafter that scores pairs, by the size of the trees."""
-    lengths, k = {}, drafter.pairs.num_candidates
-    for size in TREES:
-        outputs = [
-            dflash_generate(
-                target, drafter, torch.tensor(prompt), settings.eval_tokens, num_nodes=size, num_candidates=k
-            )
-            for prompt in tqdm(prompts, desc=f"trees of {size}", mininterval=5)
-        ]
-        flat = [length for output in outputs for length in output.accept_lengths]
-        lengths[f"tree of {size}"] = round(sum(flat) / len(flat), 3)
-    return lengths
+    for name, of_sampling in result["tokens_per_cycle"].items():
+        print(f"eval: tokens per cycle, {name}: {of_sampling['of_kinds']}")
 
 
 @torch.no_grad()
@@ -93,24 +84,28 @@ def measure_cycles(
     target: PreTrainedModel,
     drafter: ReferenceDrafter,
     prompts: list[list[int]],
-    temperature: float,
+    sampling: Sampling,
     settings: Settings,
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, dict]:
     """Return tokens per cycle over texts of `eval_tokens` tokens, and their standard errors over prompts.
 
-    The keys are ways to draft, and what noise and more candidates give.
+    "of_kinds" has them by ways to draft, and "gains" what noise, copies and more candidates give.
     """
-    kinds = draft_kinds(TREES, temperature > 0)
+    kinds = draft_kinds(TREES, sampling.temperature > 0)
     keys = torch.randint(2**62, (len(prompts),), generator=torch.Generator().manual_seed(settings.seed))
+    draws = sampling.draws(keys.to(target.device))
+    texts = write_texts(target, prompts, settings.eval_tokens, draws)
     cycles = []
-    for prompt, key in zip(tqdm(prompts, desc=f"temperature {temperature:g}", mininterval=5), keys, strict=True):
-        draws = Draws.of(key[None].to(settings.device), temperature)
-        text = write_text(target, prompt, settings.eval_tokens, draws)
-        cycles.append([len(of_kind) for of_kind in cycles_of(target, drafter, prompt, text, draws, kinds)])
+    for i, (prompt, text) in enumerate(zip(tqdm(prompts, desc=sampling.name, mininterval=5), texts, strict=True)):
+        own = draws.take(torch.tensor([i], device=target.device))
+        cycles.append([len(of_kind) for of_kind in cycles_of(target, drafter, prompt, text, own, kinds)])
     num_decoded = torch.full((len(prompts),), settings.eval_tokens - 1, dtype=torch.float64)
     names = [kind.name for kind in kinds]
     of_kinds = dict(zip(names, torch.tensor(cycles, dtype=torch.float64).T, strict=True))
-    return {name: ratio(num_decoded, of_kind) for name, of_kind in of_kinds.items()} | gains(of_kinds, kinds)
+    return {
+        "of_kinds": {name: ratio(num_decoded, of_kind) for name, of_kind in of_kinds.items()},
+        "gains": gains(of_kinds, kinds),
+    }
 
 
 @torch.no_grad()
@@ -136,19 +131,29 @@ def cycles_of(
     logits = F.linear(hidden[0], target.get_output_embeddings().weight)
     labels = after_anchors(F.pad(tokens, (0, block_size), value=-1), anchors, block_size)[0]
     texts, of_blocks = tokens.expand(len(text), -1), draws.take(torch.zeros_like(anchors[0]))
-    correct = num_correct(logits, labels, texts, anchors[0] + 1, of_blocks, kinds)
+    vectors = pair_vectors(drafter, hidden[0])
+    correct = num_correct(logits, labels, texts, anchors[0] + 1, of_blocks, kinds, vectors)
     return [walk(len(text), of_kind.tolist()) for of_kind in correct]
 
 
-def write_text(target: PreTrainedModel, prompt: list[int], num_tokens: int, draws: Draws) -> list[int]:
-    """Return the text that the target writes alone."""
-    cache, step_ids, text = new_cache(target), torch.tensor([prompt], device=target.device), []
-    while len(text) < num_tokens:
+def write_texts(target: PreTrainedModel, prompts: list[list[int]], num_tokens: int, draws: Draws) -> list[list[int]]:
+    """Return the texts that the target writes alone after the prompts.
+
+    All rows advance together from the end of the shortest prompt, and read the tokens of longer ones.
+    """
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    given = torch.full((len(prompts), longest + num_tokens), -1, device=target.device)
+    for row, prompt in zip(given, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt, device=target.device)
+    tokens, cache = given[:, :shortest], new_cache(target)
+    step_ids = tokens
+    while tokens.shape[1] < longest + num_tokens:
         logits: Tensor = target(input_ids=step_ids, past_key_values=cache, use_cache=True).logits[:, -1]
-        last_position = torch.tensor([len(prompt) + len(text) - 1], device=target.device)
-        step_ids = draws.choose(logits, last_position)[None]
-        text.append(int(step_ids))
-    return text
+        last = torch.full((len(prompts),), tokens.shape[1] - 1, device=target.device)
+        known = given[:, tokens.shape[1]]
+        step_ids = torch.where(known < 0, draws.choose(logits, last), known)[:, None]
+        tokens = torch.cat([tokens, step_ids], dim=1)
+    return [row[len(prompt) : len(prompt) + num_tokens].tolist() for row, prompt in zip(tokens, prompts, strict=True)]
 
 
 def run_report(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""A DFlash2 drafter for the tiny pair's target: convolutions and a selector, 0.7 M parameters.
+"""A DFlash2 drafter for the tiny pair's target: convolutions and a selector, 0.5 M parameters.
 
 It is trained by the stages of the tiny pair, for the target that is shipped.
 """

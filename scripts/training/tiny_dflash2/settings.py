@@ -11,8 +11,9 @@ DRAFTER_CONFIG = tiny.DRAFTER_CONFIG | {
     "architectures": ["DFlash2DraftModel"],
     "block_size": 8,
     "dflash_config": tiny.DRAFTER_CONFIG["dflash_config"]
+    | {"target_layer_ids": [1, 2]}
     | {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 16},
-    "intermediate_size": 128,
+    "intermediate_size": 48,
     "is_causal": False,
     "layer_types": ["sliding_attention", "full_attention"],
     "max_window_layers": 2,
@@ -27,9 +28,11 @@ class DFlash2Settings(tiny.Settings):
     """Settings of the tiny pair's stages for this drafter. Only the drafter is written."""
 
     drafter_config: dict = field(default_factory=lambda: DRAFTER_CONFIG)
-    max_bytes: int = 1500 * 1000
+    max_bytes: int = 2**20
+    generation_batches: int = 16
+    generation_seconds: float = 45.0
     drafter: TrainSettings = field(
-        default_factory=lambda: TrainSettings(6000, 240.0, 1.5e-3, 200, 0.05, 500),
+        default_factory=lambda: TrainSettings(6000, 120.0, 1.5e-3, 200, 0.05, 1000),
     )
     min_accept_length: float = 2.0
 
