@@ -11,11 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LOWEST, from_ordered, to_ordered
 from sglang_dflash.types import Trees
 
 # A warp reduces a vector of this many lanes in one instruction, and a shorter one in several.
 _WARP = 32
+# All do the same, but for the first reading of the table.
+_WARPS = 4
+# Entries of the table that are read before the walk.
+_MOST_ENTRIES = 4096
+# No table has it, as its numbers are none.
+_NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -45,8 +52,11 @@ def _grow_trees_kernel(
     DEPTHS: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
+    PADDED_TABLE: tl.constexpr,
     PLACE_BITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl.wait_and_release(PDL)
     request = tl.program_id(0).to(tl.int64)
     bonus = tl.load(bonus_tokens + request * bonus_stride)
     num_children = tl.where(tl.load(is_chain + request) == 0, K, 1)
@@ -57,12 +67,19 @@ def _grow_trees_kernel(
     ranks += request * DEPTHS * K * K
 
     lane = tl.arange(0, WIDTH)
+    valid = lane < NUM_NODES
+    slot = tl.load(req_to_token + row * req_to_token_stride + seq_len + lane, mask=valid, other=0)
+    # The walk waits for each of its loads. They find the table in L1, because its first positions are read here.
+    entries = tl.arange(0, PADDED_TABLE)
+    is_entry = entries < DEPTHS * K * K
+    read = tl.load(log_probs.to(tl.pointer_type(tl.int32)) + entries, mask=is_entry, other=0)
+    read = tl.max(read | tl.load(ranks + entries, mask=is_entry, other=0))
     # A lane's row of the table, how many of it are taken, and the log probability of the path up to its node.
     table_row = lane * 0
     num_taken = lane * 0
     base = lane * 0.0
     # The next path of a lane, and its place: position * K + candidate.
-    is_root = (lane == 0) & (DEPTHS > 0)
+    is_root = (lane == 0) & (DEPTHS > 0) & (read != _NEVER)
     key = _key(tl.load(log_probs + lane * 0, mask=is_root, other=0.0), is_root)
     next_place = tl.load(ranks + lane * 0, mask=is_root, other=0).to(tl.int32)
     # A node's own place and parent; -1 for the root and for padding.
@@ -97,13 +114,11 @@ def _grow_trees_kernel(
         key = tl.where(is_changed, _key(log_prob, has_next), key)
         next_place = tl.where(is_changed, table_row // K * K + rank, next_place)
 
-    valid = lane < NUM_NODES
     out = request * NUM_NODES + lane
     is_draft = place >= 0
     token = tl.load(candidates + place, mask=is_draft, other=0)
     tl.store(tokens + out, tl.where(is_draft, token, bonus), mask=valid)
     tl.store(positions + out, seq_len + tl.where(is_draft, place // K + 1, 0), mask=valid)
-    slot = tl.load(req_to_token + row * req_to_token_stride + seq_len + lane, mask=valid, other=0)
     tl.store(out_cache_loc + out, slot.to(tl.int64), mask=valid)
     tl.store(parents + out, parent.to(tl.int64), mask=valid)
     tl.store(ancestors + out, (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF), mask=valid)
@@ -127,6 +142,7 @@ def grow_trees(
     depths, k = candidates.shape[1:]
     # As many bits as `ancestors` have, and a rank's uint8.
     assert num_nodes <= 64 and k <= 256
+    pdl_is_available = pdl.is_available(candidates.device)
     _grow_trees_kernel[(bs,)](
         bonus_tokens,
         bonus_tokens.stride(0),
@@ -147,6 +163,9 @@ def grow_trees(
         DEPTHS=depths,
         K=k,
         WIDTH=max(_WARP, triton.next_power_of_2(num_nodes)),
+        PADDED_TABLE=min(triton.next_power_of_2(max(depths * k * k, 1)), _MOST_ENTRIES),
         PLACE_BITS=(depths * k).bit_length(),
-        num_warps=1,
+        PDL=pdl_is_available,
+        num_warps=_WARPS,
+        launch_pdl=pdl_is_available,
     )
