@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, pop, store_best, to_ordered
 
 _LANES = 128
@@ -39,7 +40,9 @@ def _best_lanes_kernel(
     K: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     begin = part * columns_per_part
@@ -95,7 +98,9 @@ def _best_columns_kernel(
     PADDED_PARTS: tl.constexpr,
     PADDED_ENTRIES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     values += row * row_stride
     part = tl.arange(0, PADDED_PARTS)
@@ -154,7 +159,10 @@ def top_columns(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
         lane_columns,
         part_log_sums,
     )
-    _best_lanes_kernel[(num_rows, num_parts)](*part_arguments, K=k, LANES=_LANES, GROUP=group, num_warps=1)
+    pdl_is_available = pdl.is_available(device)
+    _best_lanes_kernel[(num_rows, num_parts)](
+        *part_arguments, K=k, LANES=_LANES, GROUP=group, PDL=pdl_is_available, num_warps=1
+    )
     padded_k, padded_tiles = triton.next_power_of_2(k), triton.next_power_of_2(tiles_per_part)
     _best_columns_kernel[(num_rows,)](
         *part_arguments,
@@ -169,6 +177,8 @@ def top_columns(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
         PADDED_PARTS=triton.next_power_of_2(num_parts),
         PADDED_ENTRIES=triton.next_power_of_2(num_parts * k),
         PADDED_TILES=padded_tiles,
+        PDL=pdl_is_available,
         num_warps=min(max(padded_k * padded_tiles * group // _VALUES_PER_WARP, 1), 4),
+        launch_pdl=pdl_is_available,
     )
     return best_values, best_columns, log_sums
