@@ -15,6 +15,7 @@ Without a GPU, Triton's interpreter shows that the script works; its times have 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -286,16 +287,42 @@ def place_copies(bs: int, args: argparse.Namespace) -> Case:
     return Case((texts, slots, lens, is_chain, candidates, logits), num_bytes)
 
 
-def weigh_copies(bs: int, args: argparse.Namespace) -> Case:
-    """Change one row of each position, and all of the first."""
-    k, depths = 2 * CANDIDATES, BLOCK_SIZE - 1
-    logits = torch.randn((bs, depths, k, k), device=DEVICE).sort(dim=-1, descending=True).values
-    ranks = torch.rand(logits.shape, device=DEVICE).argsort(dim=-1).to(torch.uint8)
-    # All rows of the first position are the same.
-    logits[:, 0], ranks[:, 0] = logits[:, 0, :1], ranks[:, 0, :1]
-    places = integers(k, bs, depths, dtype=torch.int32)
-    num_bytes = bs * (depths + depths - 1 + k) * k * (4 + 1) + 2 * places.nbytes + bs * 4
-    return Case((logits.log_softmax(dim=-1), ranks, places, 3 + integers(30, bs, dtype=torch.int32)), num_bytes)
+def fill_copied_table(bs: int, args: argparse.Namespace) -> Case:
+    """Fill a wide table in which a copy changes one row of each position, and all of the first."""
+    case = fill_wide_table(bs, args)
+    places = integers(2 * CANDIDATES, bs, BLOCK_SIZE - 1, dtype=torch.int32)
+    lens = 3 + integers(30, bs, dtype=torch.int32)
+    return Case((*case.arguments, places, lens), case.num_bytes + places.nbytes + lens.nbytes)
+
+
+def grow_from_table(bs: int, args: argparse.Namespace) -> Case:
+    return tables_and_trees(bs, args, CANDIDATES)
+
+
+def grow_from_wide_table(bs: int, args: argparse.Namespace) -> Case:
+    return tables_and_trees(bs, args, 2 * CANDIDATES)
+
+
+def tables_and_trees(bs: int, args: argparse.Namespace, k: int) -> Case:
+    """Make the arguments of `fill_table`, and those of `grow_trees` but for the table."""
+    table, trees = tables(bs, args, k), trees_to_grow(bs, args, k)
+    bonus_tokens, _, log_probs, ranks, *of_requests = trees.arguments
+    num_bytes = table.num_bytes + trees.num_bytes - log_probs.nbytes - ranks.nbytes
+    return Case((table.arguments, bonus_tokens, tuple(of_requests)), num_bytes)
+
+
+def grow_with_copies(bs: int, args: argparse.Namespace) -> Case:
+    """Make `grow_from_wide_table` with texts whose last tokens are written and then found earlier."""
+    trees, copies = grow_from_wide_table(bs, args), place_copies(bs, args)
+    texts, slots, lens, is_chain, candidates, logits = copies.arguments
+    accepted = accept_lens(bs)
+    starts = lens + 1 - accepted
+    # They are in the texts already.
+    places = (starts[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)) % TEXT_SIZE
+    written = (texts, slots, starts, texts[slots[:, None], places].long(), accepted, is_chain)
+    table, *of_trees = trees.arguments
+    arguments = (written, (texts, slots, lens, is_chain), (candidates, logits, *table[2:]), *of_trees)
+    return Case(arguments, trees.num_bytes + copies.num_bytes - candidates.nbytes)
 
 
 def accept_paths(bs: int, args: argparse.Namespace) -> Case:
@@ -573,12 +600,15 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     block_conv,
     grow_trees,
     grow_wide_trees,
+    grow_from_table,
+    grow_from_wide_table,
+    grow_with_copies,
     accept_paths,
     begin_bigrams,
     add_bigrams,
     write_texts,
     place_copies,
-    weigh_copies,
+    fill_copied_table,
     count_paths,
     move_kv,
     gather_window,
@@ -608,8 +638,39 @@ OPERATIONS = {
     "shortlist_of_chains": "shortlist_top",
     "fill_wide_table": "fill_table",
     "fill_chain_table": "fill_table",
+    "fill_copied_table": "fill_table",
     "grow_wide_trees": "grow_trees",
     "sample_unfiltered_rows": "sample_rows",
+}
+
+
+def fill_and_grow(package: str, of_table: tuple, bonus_tokens: torch.Tensor, of_trees: tuple) -> tuple:
+    """Fill a table and grow trees from it, as a cycle does. Return the table."""
+    table = twin("fill_table", package)(*of_table)
+    twin("grow_trees", package)(bonus_tokens, of_table[0], *table, *of_trees)
+    return table
+
+
+def copy_and_grow(
+    package: str, written: tuple, of_texts: tuple, of_table: tuple, bonus_tokens: torch.Tensor, of_trees: tuple
+) -> tuple:
+    """Make :func:`fill_and_grow` with copies, and write tokens.
+
+    The kernel before `place_copies` is `grow_trees`. It lets `place_copies` begin early, as `shortlist_top` does in a
+    cycle.
+    """
+    copies = twin("place_copies", package)(*of_texts, *of_table[:2])
+    table = twin("fill_table", package)(*of_table, *copies)
+    twin("write_texts", package)(*written)
+    twin("grow_trees", package)(bonus_tokens, of_table[0], *table, *of_trees)
+    return table
+
+
+# Entries of several kernels.
+SEQUENCES = {
+    "grow_from_table": fill_and_grow,
+    "grow_from_wide_table": fill_and_grow,
+    "grow_with_copies": copy_and_grow,
 }
 
 
@@ -642,6 +703,9 @@ def check(name: str, got: Case, want: Case) -> None:
 
 
 def twin(name: str, package: str) -> Callable:
+    """Return an entry's function: of `ops.kernels`, or its torch reference of `ops.reference`."""
+    if name in SEQUENCES:
+        return functools.partial(SEQUENCES[name], package)
     name = OPERATIONS.get(name, name)
     return getattr(importlib.import_module(f"sglang_dflash.ops.{package}.{name}"), name)
 

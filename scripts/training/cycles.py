@@ -173,24 +173,22 @@ def num_correct(
         candidates, best = (
             x[..., : kind.num_candidates].clone(memory_format=torch.contiguous_format) for x in (columns, values)
         )
-        has_copies = kind.has_copies and kind.num_nodes is not None
-        if has_copies:
+        copies = ()
+        if kind.has_copies and kind.num_nodes is not None:
             copies = ops.place_copies(kept, own_rows, lens - 1, zeros, candidates, best)
         parameters = draws.parameters if kind.has_noise else greedy
-        of_texts = (parameters, draws.keys, bigrams, zeros, lens - 1, own_rows)
+        of_requests = (parameters, draws.keys, bigrams, zeros, lens - 1, own_rows)
         if vectors is None:
-            table = ops.fill_table(candidates, best, log_sums, *of_texts)
+            table = ops.fill_table(candidates, best, log_sums, *of_requests, *copies)
         else:
             k = kind.num_candidates
             gated = replace(vectors, gates=vectors.gates.expand(-1, -1, k, -1))
-            table = ops.fill_pair_table(bonus_tokens, candidates, best, gated, k, *of_texts)
+            table = ops.fill_pair_table(bonus_tokens, candidates, best, gated, k, *of_requests, *copies)
         if kind.num_nodes is None:
             chains = torch.empty_like(labels)
             ops.follow_table(candidates, table[1], chains)
             found.append((chains[:, 1:] == labels[:, :-1]).long().cumprod(dim=1).sum(dim=1))
             continue
-        if has_copies:
-            ops.weigh_copies(*table, *copies)
         trees = Trees.empty(num_blocks, kind.num_nodes, logits.device)
         slots = torch.zeros((num_blocks, kind.num_nodes), dtype=torch.int32, device=logits.device)
         ops.grow_trees(zeros, candidates, *table, zeros, zeros, own_rows, slots, trees)

@@ -131,14 +131,13 @@ class DraftHead:
         candidates, logits, log_sums = self.candidates(hidden_states, bs)
         copies = Copies.place(texts, block, candidates, logits)
         of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
-        of_requests += (block.req_pool_indices,)
+        of_requests += (block.req_pool_indices, copies.places, copies.lens)
         if self._pairs is None:
-            table = ops.fill_table(candidates, logits, log_sums, *of_requests)
-            return candidates, *copies.weigh(*table)
+            return candidates, *ops.fill_table(candidates, logits, log_sums, *of_requests)
         bonus_tokens = block.input_ids.view(bs, -1)[:, 0]
         vectors = self._pairs(self._drafting_rows(hidden_states, bs), bonus_tokens, candidates)
         table = ops.fill_pair_table(bonus_tokens, candidates, logits, vectors, self._num_children, *of_requests)
-        return candidates, *copies.weigh(*table)
+        return candidates, *table
 
     def candidates(
         self, hidden_states: torch.Tensor, bs: int

@@ -117,12 +117,6 @@ class Copies:
         requests = (block.req_pool_indices, block.seq_lens, block.is_chain)
         return cls(*ops.place_copies(texts, *requests, candidates, logits))
 
-    def weigh(self, log_probs: torch.Tensor, ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give copies their probability in the table of conditionals, [bs, W - 1, K, K] each. Return the table."""
-        if self.places is not None:
-            ops.weigh_copies(log_probs, ranks, self.places, self.lens)
-        return log_probs, ranks
-
 
 def _known(prompt: list[int], output: list[int]) -> tuple[int, np.ndarray]:
     """Return the last tokens of a text that are kept, [at most TEXT_SIZE] int64, and the position of the first."""

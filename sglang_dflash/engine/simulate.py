@@ -256,8 +256,8 @@ class RecordedHead:
         copies = Copies.place(texts, block, candidates, log_probs)
         of_requests = (block.parameters, block.keys, bigram_tables, block.is_chain, block.seq_lens)
         log_sums = torch.zeros_like(log_probs[..., 0])
-        table = ops.fill_table(candidates, log_probs, log_sums, *of_requests, block.req_pool_indices)
-        return candidates, *copies.weigh(*table)
+        of_requests += (block.req_pool_indices, copies.places, copies.lens)
+        return candidates, *ops.fill_table(candidates, log_probs, log_sums, *of_requests)
 
 
 def simulation(device: torch.device) -> Simulation:

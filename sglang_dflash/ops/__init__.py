@@ -45,7 +45,6 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.split_kv import split_kv
     from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
-    from sglang_dflash.ops.kernels.weigh_copies import weigh_copies
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
     from sglang_dflash.ops.kernels.write_texts import write_texts
 else:
@@ -78,7 +77,6 @@ else:
     from sglang_dflash.ops.reference.split_kv import split_kv
     from sglang_dflash.ops.reference.top_columns import top_columns
     from sglang_dflash.ops.reference.verify_block import verify_block
-    from sglang_dflash.ops.reference.weigh_copies import weigh_copies
     from sglang_dflash.ops.reference.write_context_kv import write_context_kv
     from sglang_dflash.ops.reference.write_texts import write_texts
 
@@ -113,7 +111,6 @@ __all__ = [
     "split_trees",
     "top_columns",
     "verify_block",
-    "weigh_copies",
     "write_context_kv",
     "write_texts",
 ]

@@ -93,8 +93,7 @@ def test_the_cycles_are_the_oracles(num_nodes, k):
     copies = ops.place_copies(rings, slots, lens - 1, is_chain, best.indices, logits)
     assert (copies[1] > 0).tolist() == [False, False, False, True, True, True]
     drafts = (best.indices, logits, log_sums, greedy, torch.zeros_like(slots), tables, is_chain, seq_lens, slots)
-    table = ops.fill_table(*drafts)
-    ops.weigh_copies(*table, *copies)
+    table = ops.fill_table(*drafts, *copies)
     ops.grow_trees(bonus, best.indices, *table, is_chain, seq_lens, slots, req_to_token, trees)
 
     for i in range(num_requests):

@@ -7,17 +7,20 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops import bigrams
+from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.fill_table import as_number, descending_places
 from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
+from sglang_dflash.ops.kernels.weigh_copies import weigh_copies
 from sglang_dflash.types import DrawParameters, PairVectors
 
 _LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
 _LOWEST = tl.constexpr(float("-inf"))
 # A dimension of a product has at least this many numbers. Also the most candidates.
 _PADDED = 16
-# Numbers of a vector that are multiplied at a time.
+# Numbers of a vector that a warp multiplies at a time.
 _NUMBERS = 64
+_WARPS = 4
 
 
 @triton.jit
@@ -39,6 +42,8 @@ def _fill_pair_table_kernel(
     is_chain,
     seq_lens,
     req_pool_indices,
+    places,
+    lens,
     log_probs,
     ranks,
     num_children,
@@ -47,8 +52,12 @@ def _fill_pair_table_kernel(
     RANK: tl.constexpr,
     HAS_GATES: tl.constexpr,
     PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
     NUMBERS: tl.constexpr,
+    HAS_COPIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl.wait_and_release(PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.program_id(1)
     row = request * DEPTHS + depth
@@ -60,39 +69,47 @@ def _fill_pair_table_kernel(
     bonus = tl.load(bonus_tokens + request * bonus_stride)
     before = tl.where(depth > 0, tl.load(candidates + (row - 1) * K + column, mask=has_before, other=0), bonus)
 
-    product = tl.zeros([PADDED, PADDED], tl.float32)
-    for start in range(0, RANK, NUMBERS):
-        number = start + tl.arange(0, NUMBERS)
-        is_number = is_candidate[:, None] & (number < RANK)[None, :]
-        left = tl.load(before_vectors + before[:, None] * RANK + number[None, :], mask=is_number, other=0.0)
+    # Each warp multiplies a part of the numbers. All loads of a part are on the way at the same time.
+    part = tl.arange(0, PARTS)[:, None, None] * NUMBERS
+    products = tl.zeros([PARTS, PADDED, PADDED], tl.float32)
+    for start in range(0, RANK, PARTS * NUMBERS):
+        number = start + part + tl.arange(0, NUMBERS)[None, None, :]
+        is_number = is_candidate[None, :, None] & (number < RANK)
+        right = tl.load(after_vectors + token[None, :, None] * RANK + number, mask=is_number, other=0.0)
+        left = tl.load(before_vectors + before[None, :, None] * RANK + number, mask=is_number, other=0.0)
         left = left.to(tl.float32)
         if HAS_GATES:
-            places = gates + request * gates_request_stride + depth.to(tl.int64) * gates_depth_stride
-            places += column[:, None] * gates_candidate_stride + number[None, :]
-            left *= tl.load(places, mask=is_number, other=0.0).to(tl.float32)
-        right = tl.load(after_vectors + token[:, None] * RANK + number[None, :], mask=is_number, other=0.0)
-        product += tl.dot(left, tl.trans(right.to(tl.float32)), input_precision="ieee")
+            gate = gates + request * gates_request_stride + depth.to(tl.int64) * gates_depth_stride
+            gate += column[None, :, None] * gates_candidate_stride + number
+            left *= tl.load(gate, mask=is_number, other=0.0).to(tl.float32)
+        products = tl.dot(right.to(tl.float32), tl.permute(left, (0, 2, 1)), products, input_precision="tf32x3")
+    # Rows of the table are columns of these tiles.
+    product = tl.sum(products, axis=0)
 
     logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
-    score = logit[None, :] + product
+    score = logit[:, None] + product
     if (tl.load(top_ks + request) > 1) & (tl.load(is_chain + request) == 0):
         prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
-        score += (tl.load(temperatures + request) * gumbel(prefix, token))[None, :]
-    score = tl.where(is_candidate[None, :], as_number(score), _LOWEST)
-    slot, tag = locate(before[:, None], token[None, :])
-    is_pair = has_before[:, None] & is_candidate[None, :]
+        score += (tl.load(temperatures + request) * gumbel(prefix, token))[:, None]
+    score = tl.where(is_candidate[:, None], as_number(score), _LOWEST)
+    slot, tag = locate(before[None, :], token[:, None])
+    is_pair = is_candidate[:, None] & has_before[None, :]
     slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
     is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
     score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
-    largest = tl.max(score, axis=1)
-    total = tl.sum(tl.exp(score - largest[:, None]), axis=1)
-    score = as_number(score - (largest + tl.log(total))[:, None])
+    largest = tl.max(score, axis=0)
+    total = tl.sum(tl.exp(score - largest[None, :]), axis=0)
+    score = as_number(score - (largest + tl.log(total))[None, :])
 
     place = descending_places(score, column, is_candidate)
-    out = (row * K + column[:, None]) * K + place
+    score = tl.where(place < num_children, score, _LOWEST)
+    if HAS_COPIES:
+        score = weigh_copies(score, places, lens, request, depth, DEPTHS, column, column)
+        place = descending_places(score, column, is_candidate)
+    out = (row * K + column[None, :]) * K + place
     mask = is_candidate[:, None] & is_candidate[None, :]
-    tl.store(log_probs + out, tl.where(place < num_children, score, _LOWEST), mask=mask)
-    tl.store(ranks + out, tl.broadcast_to(column[None, :], (PADDED, PADDED)).to(tl.uint8), mask=mask)
+    tl.store(log_probs + out, score, mask=mask)
+    tl.store(ranks + out, tl.broadcast_to(column[:, None], (PADDED, PADDED)).to(tl.uint8), mask=mask)
 
 
 def fill_pair_table(
@@ -107,6 +124,8 @@ def fill_pair_table(
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
+    places: torch.Tensor | None = None,
+    lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`sglang_dflash.ops.reference.fill_pair_table.fill_pair_table`."""
     bs, depths, k = candidates.shape
@@ -117,6 +136,7 @@ def fill_pair_table(
     assert k <= _PADDED and vectors.before.is_contiguous() and vectors.after.is_contiguous()
     gates = vectors.gates
     assert gates is None or gates.stride(3) == 1
+    pdl_is_available = pdl.is_available(candidates.device)
     _fill_pair_table_kernel[(bs, depths)](
         bonus_tokens,
         bonus_tokens.stride(0),
@@ -124,7 +144,7 @@ def fill_pair_table(
         logits.contiguous(),
         vectors.before,
         vectors.after,
-        # Any valid pointer will do where there are none.
+        # Any valid pointer will do where there are none, here and below.
         vectors.before if gates is None else gates,
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
         parameters.temperatures,
@@ -134,6 +154,8 @@ def fill_pair_table(
         is_chain,
         seq_lens,
         req_pool_indices,
+        req_pool_indices if places is None else places,
+        req_pool_indices if lens is None else lens,
         log_probs,
         ranks,
         num_children,
@@ -142,7 +164,11 @@ def fill_pair_table(
         RANK=vectors.before.shape[1],
         HAS_GATES=gates is not None,
         PADDED=_PADDED,
+        PARTS=_WARPS,
         NUMBERS=_NUMBERS,
-        num_warps=4,
+        HAS_COPIES=places is not None,
+        PDL=pdl_is_available,
+        num_warps=_WARPS,
+        launch_pdl=pdl_is_available,
     )
     return log_probs, ranks

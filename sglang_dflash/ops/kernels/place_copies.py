@@ -1,6 +1,10 @@
 """Copies of the request's own text as candidates, in one launch with one thread block per request.
 
-A thread block reads the kept text once, in tiles, from L2. Each lane remembers the best match of its places.
+A thread block reads the kept text once, all of it at the same time. Each lane notes which of its places end a match of
+MIN_MATCH tokens. There are few, whose matches are then measured one after the other.
+
+The texts are read while the kernel before finds the candidates. So that kernel must not be the one that writes the
+texts: `write_texts` lets no kernel begin early.
 """
 
 from __future__ import annotations
@@ -10,21 +14,33 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops import copies
+from sglang_dflash.ops.kernels import pdl
 
 _LOOKUP = tl.constexpr(copies.LOOKUP)
 _MIN_MATCH = tl.constexpr(copies.MIN_MATCH)
 _MAX_MATCH = tl.constexpr(copies.MAX_MATCH)
 _LOWEST = tl.constexpr(float("-inf"))
-# Larger tiles wait less often for their loads, and smaller ones waste less on short texts.
-_PLACES = 2048
+# A lane notes its places in the bits of an int32.
+_MOST_PLACES = 32
+# Lanes for the longest text. Fewer have more places each.
+_LANES = 1024
 
 
 @triton.jit
-def _is_same_token(text, end, back, i, last, SIZE: tl.constexpr):
-    """Return whether the i-th token before each place is the i-th before the text's end."""
-    is_kept = back + i <= last
-    token = tl.load(text + ((end - back - i) & (SIZE - 1)), mask=is_kept, other=0)
-    return is_kept & (token == tl.load(text + ((end - i) & (SIZE - 1))))
+def _load_text(text, start, SIZE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, limit):
+    """Return WIDTH tokens of the ring for each lane, [LANES, WIDTH]. They begin at `start`, and those of lanes 4 apart.
+
+    Lanes whose tokens are behind the limit load nothing.
+    """
+    place = start + 4 * tl.arange(0, LANES)[:, None]
+    place = tl.multiple_of(place & (SIZE - 1), (WIDTH, WIDTH)) + tl.arange(0, WIDTH)[None, :]
+    return tl.load(text + place, mask=start + 4 * tl.arange(0, LANES)[:, None] < limit, other=0)
+
+
+@triton.jit
+def _ends_match(token, before, second_before, own, own_before, own_second_before):
+    """Return 1 where a place and the two before it have the text's last tokens, else 0."""
+    return ((token == own) & (before == own_before) & (second_before == own_second_before)).to(tl.int32)
 
 
 @triton.jit
@@ -40,32 +56,54 @@ def _place_copies_kernel(
     SIZE: tl.constexpr,
     DEPTHS: tl.constexpr,
     K: tl.constexpr,
-    PLACES: tl.constexpr,
+    LANES: tl.constexpr,
     PADDED_DEPTHS: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     text = texts + tl.load(req_pool_indices + request).to(tl.int64) * SIZE
     seq_len = tl.load(seq_lens + request)
+    chain = tl.load(is_chain + request)
     # Places are counted back from the bonus token, which is at 0. The earliest one that is kept is at `last`.
     last = tl.minimum(seq_len, SIZE - 1).to(tl.int32)
     end = (seq_len & (SIZE - 1)).to(tl.int32)
-    last = tl.where(tl.load(is_chain + request) == 0, last, 0)
+    last = tl.where(chain == 0, last, 0)
+    own = tl.load(text + end)
+    own_before = tl.load(text + ((end - 1) & (SIZE - 1)))
+    own_second_before = tl.load(text + ((end - 2) & (SIZE - 1)))
+
+    lane = tl.arange(0, LANES)
+    matches = lane * 0
+    for start in tl.static_range(0, SIZE, 4 * LANES):
+        # A ring that is not full is used up to `last`.
+        even, odd = tl.split(tl.reshape(_load_text(text, start, SIZE, LANES, 4, last + 1), (LANES, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        second_before, before = tl.split(_load_text(text, start - 2, SIZE, LANES, 2, last - 1))
+        matches |= _ends_match(first, before, second_before, own, own_before, own_second_before) << start // LANES
+        matches |= _ends_match(second, first, before, own, own_before, own_second_before) << start // LANES + 1
+        matches |= _ends_match(third, second, first, own, own_before, own_second_before) << start // LANES + 2
+        matches |= _ends_match(fourth, third, second, own, own_before, own_second_before) << start // LANES + 3
 
     # The length of a match, then its place, of which the lowest is the best. 0: there is none.
-    best = tl.zeros([PLACES], tl.int32)
-    for start in range(1, last + 1, PLACES):
-        back = start + tl.arange(0, PLACES)
-        is_same = back + _MIN_MATCH - 1 <= last
-        for i in tl.static_range(_MIN_MATCH):
-            is_same &= _is_same_token(text, end, back, i, last, SIZE)
-        # Most tiles have no match.
-        if tl.max(is_same.to(tl.int32)) > 0:
-            key = tl.where(is_same, _MIN_MATCH * SIZE + (SIZE - 1 - back), 0)
-            for i in tl.static_range(_MIN_MATCH, _LOOKUP):
-                is_same &= _is_same_token(text, end, back, i, last, SIZE)
-                key += tl.where(is_same, SIZE, 0)
-            best = tl.maximum(best, key)
+    best = lane * 0
+    while tl.max((matches != 0).to(tl.int32)) > 0:
+        lowest = matches & -matches
+        # The exponent of a float32 is the number of the bit.
+        bit = (lowest.to(tl.uint32).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        place = (bit >> 2) * (4 * LANES) + 4 * lane + (bit & 3)
+        back = (end - place) & (SIZE - 1)
+        is_match = (matches != 0) & (back > 0)
+        is_same, length = is_match, tl.where(is_match, _MIN_MATCH, 0)
+        for i in tl.static_range(_MIN_MATCH, _LOOKUP):
+            token = tl.load(text + ((place - i) & (SIZE - 1)), mask=is_match, other=0)
+            is_same &= token == tl.load(text + ((end - i) & (SIZE - 1)))
+            length += is_same.to(tl.int32)
+        # What is before the first token that is kept belongs to the text's end, or to another text.
+        length = tl.minimum(length, last + 1 - back)
+        best = tl.maximum(best, tl.where(length >= _MIN_MATCH, length * SIZE + (SIZE - 1 - back), 0))
+        matches ^= lowest
     found = tl.max(best)
     is_found = found > 0
     place = tl.where(is_found, SIZE - 1 - (found & (SIZE - 1)), 1)
@@ -74,20 +112,20 @@ def _place_copies_kernel(
     is_kept = place + counted <= last
     earlier = tl.load(text + ((end - place - counted) & (SIZE - 1)), mask=is_kept, other=0)
     own = tl.load(text + ((end - counted) & (SIZE - 1)), mask=is_kept, other=0)
-    num_matching = tl.min(tl.where(is_kept & (earlier == own), _MAX_MATCH, counted))
-    tl.store(lens + request, tl.where(is_found, num_matching, 0))
-
     depth = tl.arange(0, PADDED_DEPTHS)
     is_depth = depth < DEPTHS
     copy = tl.load(text + ((end - place + 1 + depth % place) & (SIZE - 1)), mask=is_depth & is_found, other=-1)
-    num_copied = tl.min(tl.where(is_depth & (copy < 0), depth, DEPTHS))
-    has_copy = depth < num_copied
+    num_matching = tl.min(tl.where(is_kept & (earlier == own), _MAX_MATCH, counted))
+    has_copy = depth < tl.min(tl.where(is_depth & (copy < 0), depth, DEPTHS))
+
+    # Up to here nothing was read that the kernel before writes, so both can run at the same time.
+    pdl.wait_and_release(PDL)
     column = tl.arange(0, PADDED)
     rows = (request * DEPTHS + depth) * K
-    is_candidate = has_copy[:, None] & (column < K)[None, :]
+    is_candidate = is_depth[:, None] & (column < K)[None, :]
     candidate = tl.load(candidates + rows[:, None] + column[None, :], mask=is_candidate, other=-1)
-    is_copy = is_candidate & (candidate == copy[:, None])
-    rank = tl.min(tl.where(is_copy, column[None, :], K), axis=1)
+    tl.store(lens + request, tl.where(is_found, num_matching, 0))
+    rank = tl.min(tl.where(is_candidate & (candidate == copy[:, None]), column[None, :], K), axis=1)
     is_new = has_copy & (rank == K)
     tl.store(candidates + rows + K - 1, copy.to(tl.int64), mask=is_new)
     tl.store(logits + rows + K - 1, tl.full([PADDED_DEPTHS], _LOWEST, tl.float32), mask=is_new)
@@ -106,12 +144,17 @@ def place_copies(
     """See :func:`sglang_dflash.ops.reference.place_copies.place_copies`."""
     bs, depths, k = candidates.shape
     size = texts.shape[1]
+    # The kernel compares three tokens of all places.
+    assert copies.MIN_MATCH == 3
     assert size & (size - 1) == 0 and texts.is_contiguous() and candidates.is_contiguous() and logits.is_contiguous()
     # Lengths and places share an int32.
     assert size * (copies.LOOKUP + 1) < 2**31 and size >= copies.LOOKUP
     places = torch.empty((bs, depths), dtype=torch.int32, device=candidates.device)
     lens = torch.empty(bs, dtype=torch.int32, device=candidates.device)
     if bs and depths:
+        lanes = min(size // 4, _LANES)
+        assert size <= _MOST_PLACES * lanes
+        pdl_is_available = pdl.is_available(candidates.device)
         _place_copies_kernel[(bs,)](
             texts,
             req_pool_indices,
@@ -124,9 +167,11 @@ def place_copies(
             SIZE=size,
             DEPTHS=depths,
             K=k,
-            PLACES=_PLACES,
+            LANES=lanes,
             PADDED_DEPTHS=triton.next_power_of_2(depths),
             PADDED=triton.next_power_of_2(k),
-            num_warps=8,
+            PDL=pdl_is_available,
+            num_warps=max(lanes // 32, 1),
+            launch_pdl=pdl_is_available,
         )
     return places, lens

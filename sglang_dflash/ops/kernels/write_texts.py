@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sglang_dflash.ops.kernels import pdl
 
 _MOST_TOKENS = 1024
 
@@ -21,7 +24,11 @@ def _write_texts_kernel(
     width,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    # It does not let the next kernel begin early, see `place_copies`.
+    if PDL:
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (index < width) & (index < tl.load(lens + request)) & (tl.load(is_chain + request) == 0)
@@ -46,6 +53,7 @@ def write_texts(
     assert starts.is_contiguous() and lens.is_contiguous()
     if bs and width:
         num_tokens = min(triton.next_power_of_2(width), _MOST_TOKENS)
+        pdl_is_available = pdl.is_available(tokens.device)
         _write_texts_kernel[(bs, triton.cdiv(width, num_tokens))](
             texts,
             req_pool_indices,
@@ -57,5 +65,7 @@ def write_texts(
             width,
             SIZE=size,
             TOKENS=num_tokens,
+            PDL=pdl_is_available,
             num_warps=4 if num_tokens > 128 else 1,
+            launch_pdl=pdl_is_available,
         )

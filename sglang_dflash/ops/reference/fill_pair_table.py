@@ -6,6 +6,7 @@ import torch
 
 from sglang_dflash.ops.bigrams import LOG_WEIGHT, locate
 from sglang_dflash.ops.noise import gumbel
+from sglang_dflash.ops.reference.weigh_copies import weigh_copies
 from sglang_dflash.types import DrawParameters, PairVectors
 
 
@@ -21,6 +22,8 @@ def fill_pair_table(
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
+    places: torch.Tensor | None = None,
+    lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how probable each candidate is after each candidate of the position before, the most probable first.
 
@@ -44,6 +47,7 @@ def fill_pair_table(
         is_chain: [bs] int64. 1 for requests of SGLang's sampler.
         seq_lens: [bs] int64. Position of the bonus token.
         req_pool_indices: [bs] int64.
+        places, lens: of :func:`sglang_dflash.ops.reference.place_copies.place_copies`. None: nothing is copied.
 
     Returns:
         log_probs: [bs, D, K, K] float32. Entry [i, d, a] belongs to candidate a of position d - 1, and descends.
@@ -62,11 +66,14 @@ def fill_pair_table(
     noise = parameters.temperatures[:, None, None] * gumbel(keys[:, None, None], positions[:, :, None], candidates)
     scores = scores + torch.where(is_sampled, noise, 0.0)[:, :, None, :]
     scores = torch.where(scores.isnan(), -torch.inf, scores)
-    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
-    is_seen = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
+    slots, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    is_seen = bigram_tables[req_pool_indices[:, None, None, None], slots] == tags
     scores[:, 1:] += torch.where(is_seen, LOG_WEIGHT, 0.0)
     log_probs = scores - scores.logsumexp(dim=-1, keepdim=True)
     log_probs = torch.where(log_probs.isnan(), -torch.inf, log_probs)
     log_probs, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
     log_probs[..., num_children:] = -torch.inf
-    return log_probs, ranks.to(torch.uint8)
+    ranks = ranks.to(torch.uint8)
+    if places is not None:
+        weigh_copies(log_probs, ranks, places, lens)
+    return log_probs, ranks

@@ -8,6 +8,7 @@ import torch
 
 from sglang_dflash.ops.bigrams import LOG_WEIGHT, locate
 from sglang_dflash.ops.noise import gumbel
+from sglang_dflash.ops.reference.weigh_copies import weigh_copies
 from sglang_dflash.types import DrawParameters
 
 # Mean of Gumbel noise: what the tokens that are no candidates are expected to gain by theirs.
@@ -24,6 +25,8 @@ def fill_table(
     is_chain: torch.Tensor,
     seq_lens: torch.Tensor,
     req_pool_indices: torch.Tensor,
+    places: torch.Tensor | None = None,
+    lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how probable each candidate is after each candidate of the position before, the most probable first.
 
@@ -50,6 +53,7 @@ def fill_table(
         is_chain: [bs] int64. 1 for requests of SGLang's sampler.
         seq_lens: [bs] int64. Position of the bonus token.
         req_pool_indices: [bs] int64.
+        places, lens: of :func:`sglang_dflash.ops.reference.place_copies.place_copies`. None: nothing is copied.
 
     Returns:
         log_probs: [bs, D, K, K] float32. Entry [i, d, a] belongs to candidate a of position d - 1, and descends.
@@ -69,9 +73,9 @@ def fill_table(
     rest = torch.where(rest.isnan(), -torch.inf, rest)
 
     after = scores[:, :, None, :].expand(bs, depths, k, k)
-    places, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
+    slots, tags = locate(candidates[:, :-1, :, None], candidates[:, 1:, None, :])
     is_seen = torch.zeros(after.shape, dtype=torch.bool, device=after.device)
-    is_seen[:, 1:] = bigram_tables[req_pool_indices[:, None, None, None], places] == tags
+    is_seen[:, 1:] = bigram_tables[req_pool_indices[:, None, None, None], slots] == tags
     # A greedy request's other tokens keep the mass that the drafter gives them.
     mass = torch.where(is_seen, plain[:, :, None, :].exp(), 0.0).sum(dim=-1)
     after = after + torch.where(is_seen, LOG_WEIGHT, 0.0)
@@ -80,4 +84,7 @@ def fill_table(
     after = after - torch.where(is_sampled[:, :, None], sampled_sum, greedy_sum)[..., None]
     after = torch.where(after.isnan(), -torch.inf, after)
     log_probs, ranks = after.sort(dim=-1, descending=True, stable=True)
-    return log_probs, ranks.to(torch.uint8)
+    ranks = ranks.to(torch.uint8)
+    if places is not None:
+        weigh_copies(log_probs, ranks, places, lens)
+    return log_probs, ranks
