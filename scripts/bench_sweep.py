@@ -46,13 +46,14 @@ from pathlib import Path
 
 from bench.arguments import json_object, number_or_none, positive, temperature
 from bench.chart import draw
-from bench.engine import APIS, MODES, OWN_ARGUMENTS, Configuration, EngineProcess, Load, Serving, Workload
+from bench.engine import OWN_ARGUMENTS, EngineProcess
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
-from bench.pairs import NORMAL_DRAFTERS, PAIRS, Pair, find_pair
+from bench.pairs import PAIRS, Pair, find_pair
 from bench.prompts import RANDOM_IDS, TINY_PROMPTS, Prompts, read_dataset, serving_format
 from bench.results import Results, markdown
 from bench.server import ServerProcess
+from bench.workload import APIS, MODES, Configuration, Load, Serving, Workload
 from tqdm import tqdm
 
 _BACKENDS = {"cuda": ["fa3"], "cpu": ["torch_native"]}
@@ -66,7 +67,7 @@ _METHODS = {
     "and ITL. Before each run as many requests as there are clients warm up the server, and its radix cache is "
     "emptied. Answers to random tokens have the full length; others may end earlier.",
 }
-_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths")
+_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "default_flags")
 
 # Engines that take turns, and their load.
 Round = tuple[list[Candidate], Load]
@@ -81,11 +82,6 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
     by_target: dict[str, list[Pair]] = {}
     for name in args.pairs:
         pair = find_pair(name)
-        if pair.drafter in NORMAL_DRAFTERS and ("in-tree" in args.modes or args.measure == "serving"):
-            raise ValueError(
-                f"--pairs {name}: its drafter is loaded by a weight update, which neither the in-tree worker nor "
-                "--measure serving supports: use --modes none ours, and another --measure."
-            )
         by_target.setdefault(pair.target, []).append(pair)
     units = []
     for pairs in by_target.values():
@@ -97,10 +93,11 @@ def make_workload(args: argparse.Namespace, pair: Pair) -> Workload:
     return Workload(
         measure=args.measure,
         prompts=make_prompts(args, pair),
-        concurrency=sorted(args.concurrency),
+        concurrency=args.concurrency,
         new_tokens=args.new_tokens,
         plain_tokens=args.plain_tokens,
         requests=args.requests,
+        plain_requests=args.plain_requests,
         accept_length=accept_length(args, pair),
         recorded_drafts=None if args.recorded_drafts is None else str(args.recorded_drafts),
         chat_arguments=args.chat_arguments,
@@ -136,6 +133,7 @@ def make_serving(args: argparse.Namespace) -> Serving | None:
         request_rates=sorted(args.request_rates, key=lambda rate: rate or math.inf),
         context_tokens=args.context_tokens,
         own_lengths=args.own_lengths,
+        default_flags=args.default_flags,
     )
 
 
@@ -252,7 +250,7 @@ def measure_rounds(rounds: list[Round], args: argparse.Namespace, results: Resul
     for candidates, _ in rounds:
         group += [candidate for candidate in candidates if candidate not in group]
     progress.set_postfix_str(f"starting {len(group)} engines")
-    with running(group, args.device, args.models) as engines:
+    with running(group, args.device, args.models, args.logs) as engines:
         for candidates, load in rounds:
             turn = [(candidate, engine) for candidate, engine in engines if candidate in candidates]
             if not turn:
@@ -292,6 +290,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "new_tokens": args.new_tokens,
         "plain_tokens": args.plain_tokens if args.measure == "decode" else None,
         "requests": args.requests,
+        "plain_requests": args.plain_requests,
         "accept_length": args.accept_length,
         "recorded_drafts": None if args.recorded_drafts is None else args.recorded_drafts.name,
         "chat_arguments": args.chat_arguments,
@@ -354,8 +353,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument(
         "--requests",
+        nargs="+",
         type=positive,
-        help="answers per run of --measure requests or serving; default: 4 per client, and at least 16",
+        help="answers per run of --measure requests or serving, one number or one for each of --concurrency; default: "
+        "4 per client, and at least 16",
+    )
+    parser.add_argument(
+        "--plain-requests", nargs="+", type=positive, help="--requests without speculation; default: as many"
     )
     parser.add_argument("--new-tokens", type=positive, default=128)
     parser.add_argument("--temperatures", nargs="+", type=temperature, default=[0.0], help="for --measure requests")
@@ -374,6 +378,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     serving.add_argument(
         "--context-tokens", type=positive, default=2048, help="leave out longer prompts with answers of a dataset"
+    )
+    serving.add_argument(
+        "--default-flags",
+        action="store_true",
+        help="servers that have default flags and --engine-arguments, one after the other",
     )
     serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
     parser.add_argument(
@@ -398,6 +407,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=list(_BACKENDS), default=device)
     parser.add_argument("--models", type=Path, default=Path("/tmp/dflash-dummy-models"), help="for dummy weights")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of engines and servers; default: none are kept")
     parser.add_argument("--out", type=Path, default=Path("work/bench_sweep"), help="without suffix")
     parser.add_argument("--no-chart", action="store_true", help="if matplotlib is not installed")
     parser.add_argument("--report", action="store_true", help="only write OUT.md and OUT.png from OUT.json")
@@ -412,11 +422,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     args = make_parser().parse_args(argv)
     args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
-    args.backends = args.backends or _BACKENDS[args.device]
     defaults = make_parser().parse_args([])
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
             raise ValueError(f"--{name.replace('_', '-')}: only for --measure serving.")
+    if args.default_flags:
+        for name in ("backends", "trees", "adaptive", "block_sizes", "draft_windows", "together"):
+            if getattr(args, name) != getattr(defaults, name):
+                raise ValueError(f"--{name.replace('_', '-')}: not with --default-flags; leave it out.")
+        args.backends, args.together = ["default"], 1
+    args.backends = args.backends or _BACKENDS[args.device]
+    for name in ("requests", "plain_requests"):
+        setattr(args, name, per_concurrency(name, getattr(args, name), args.concurrency))
+    args.concurrency = sorted(args.concurrency)
     if args.recorded_drafts is not None:
         if args.accept_length is not None:
             raise ValueError("--accept-length: --recorded-drafts have a length of their own; leave it out.")
@@ -427,13 +445,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.temperatures != [0.0] and args.measure != "requests":
         raise ValueError("--temperatures: only for --measure requests.")
     for name in args.engine_arguments:
-        if name in OWN_ARGUMENTS or name.startswith("speculative_"):
+        if name in OWN_ARGUMENTS:
             raise ValueError(f"--engine-arguments: {name} is set by the sweep itself; leave it out.")
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU; leave it out.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("matplotlib is not installed: use --no-chart, and --report on a machine that has it.")
     return args
+
+
+def per_concurrency(name: str, numbers: list[int] | None, concurrency: list[int]) -> list[int] | None:
+    """Return the numbers of a flag, one for each concurrency from the least on."""
+    if numbers is None:
+        return None
+    if len(numbers) not in (1, len(concurrency)):
+        raise ValueError(
+            f"--{name.replace('_', '-')}: {len(numbers)} numbers for {len(concurrency)} of --concurrency; give one, or "
+            "one for each."
+        )
+    numbers = numbers * len(concurrency) if len(numbers) == 1 else numbers
+    return [number for _, number in sorted(zip(concurrency, numbers, strict=True))]
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 from bench.arguments import number_or_none, positive
-from bench.engine import Configuration, Load, Workload
 from bench.groups import Candidate, pack, running
 from bench.pairs import PAIRS
 from bench.prompts import Prompts
+from bench.workload import Configuration, Load, Workload
 
 # The kernels that prepare the next block, ours and in-tree. One is launched per cycle, in a graph or outside.
 BLOCK_KERNELS = ("_prepare_block_kernel", "_prepare_dflash_draft_block")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.engine import MODES, drafting
 from bench.prompts import Prompts
 from bench.results import METRICS, Results, Spread, short
+from bench.workload import MODES, drafting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from bench.engine import Load, Workload
 from bench.prompts import Prompts, read_dataset, serving_format
+from bench.workload import Load, Workload
 
+# Printed after each run.
+_DONE = "BENCH SERVING DONE"
 # Names in `METRICS` and in the output of bench_serving.
 _FIGURES = {
     "requests_per_s": "request_throughput",
@@ -27,42 +31,78 @@ _FIGURES = {
 }
 
 
-def bench_serving(url: str, workload: Workload, load: Load, is_dummy: bool, env: dict[str, str]) -> dict:
-    """Run bench_serving once against the server at `url`.
+class BenchServing:
+    """A process that runs bench_serving once per call. It imports SGLang only once. It starts at once.
 
     Args:
-        url: of the server.
-        workload, load: the requests to send.
-        is_dummy: weights are dummies, so end-of-sequence tokens have no meaning.
         env: environment of the process.
-
-    Returns:
-        Figures by their names in `METRICS`.
-
-    Raises:
-        RuntimeError: bench_serving or one of its requests failed.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-        out = Path(folder, "result.jsonl")
-        flags = ["--base-url", url, *client_flags(workload, load, is_dummy, Path(folder)), "--output-file", str(out)]
+
+    def __init__(self, env: dict[str, str]) -> None:
         no_proxy = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1"]))
-        run = subprocess.run(
-            [sys.executable, "-m", "sglang.bench_serving", *flags],
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.client"],
             env=env | {"NO_PROXY": no_proxy},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
-        if run.returncode or not out.exists():
-            raise RuntimeError(f"bench_serving ended with status {run.returncode}:\n{run.stdout[-3000:]}")
-        return figures(json.loads(out.read_text()), workload.num_requests(load.concurrency))
+
+    def run(self, url: str, workload: Workload, load: Load, mode: str, is_dummy: bool) -> dict:
+        """Run bench_serving against a server.
+
+        Args:
+            url: of the server.
+            workload, load: the requests to send.
+            mode: of the server, one of `MODES`.
+            is_dummy: weights are dummies, so end-of-sequence tokens have no meaning.
+
+        Returns:
+            Figures by their names in `METRICS`.
+
+        Raises:
+            RuntimeError: bench_serving or one of its requests failed.
+        """
+        with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
+            out = Path(folder, "result.jsonl")
+            flags = client_flags(workload, load, mode, is_dummy, Path(folder))
+            self._run(["--base-url", url, *flags, "--output-file", str(out)])
+            return figures(json.loads(out.read_text()), workload.num_requests(load.concurrency, mode))
+
+    def _run(self, flags: list[str]) -> None:
+        # A process that has ended is noticed below.
+        with suppress(BrokenPipeError):
+            print(json.dumps(flags), file=self._process.stdin, flush=True)
+        printed = []
+        for line in self._process.stdout:
+            if line.strip() == _DONE:
+                return
+            printed.append(line)
+        raise RuntimeError(f"bench_serving ended with status {self._process.wait()}:\n{''.join(printed)[-3000:]}")
+
+    def stop(self) -> None:
+        """End the process in any state."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
-def client_flags(workload: Workload, load: Load, is_dummy: bool, folder: Path) -> list[str]:
+def serve() -> None:
+    """Run bench_serving with the flags of each line of stdin, a JSON list."""
+    from sglang.bench_serving import cli_main
+
+    for line in sys.stdin:
+        sys.argv = ["bench_serving", *json.loads(line)]
+        cli_main()
+        print(f"\n{_DONE}", flush=True)
+
+
+def client_flags(workload: Workload, load: Load, mode: str, is_dummy: bool, folder: Path) -> list[str]:
     """Return all flags but the server's address. Files that flags name are written to `folder`."""
     serving, prompts = workload.serving, workload.prompts[load.prompts]
-    count = workload.num_requests(load.concurrency)
+    count = workload.num_requests(load.concurrency, mode)
     flags = ["--backend", serving.api, *dataset_flags(workload, prompts, count, folder)]
     flags += ["--num-prompts", str(count), "--max-concurrency", str(load.concurrency)]
     if load.request_rate is not None:
@@ -136,3 +176,7 @@ def figures(result: dict, count: int) -> dict:
     if failed or result["completed"] != count:
         raise RuntimeError(f"{result['completed']} of {count} requests were answered; {(failed or ['?'])[0][-1000:]}")
     return {name: result[figure] for name, figure in _FIGURES.items() if result[figure] is not None}
+
+
+if __name__ == "__main__":
+    serve()

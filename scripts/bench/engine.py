@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import itertools
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from safetensors import safe_open
 
 from bench.pairs import NORMAL_DRAFTERS, STATE_SLOTS
 from bench.ports import claim_port
 from bench.prompts import Prompt, Prompts, build_prompts, final_number
+from bench.workload import SHORT_TOKENS, Configuration, Load, Workload
 
-MODES = ("none", "in-tree", "ours")
-# `--backend` of bench_serving: `/generate` and `/v1/chat/completions`.
-APIS = ("sglang", "sglang-oai-chat")
-# Arguments that this module sets, besides those of speculation.
+# Arguments that a sweep sets.
 OWN_ARGUMENTS = (
     "model_path",
     "device",
@@ -40,144 +37,21 @@ OWN_ARGUMENTS = (
     "host",
     "port",
     "nccl_port",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_load_format",
+    "speculative_adaptive",
+    "speculative_adaptive_config",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_dflash_block_size",
+    "speculative_draft_window_size",
 )
 
-# Length of the short answers that long ones are compared with.
-_SHORT_TOKENS = 64
 # As in `sglang_dflash.engine.simulate`, which this process does not import.
 RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
-# Fewest requests of one measurement. With fewer the figures of one client would be noisy.
-_MIN_REQUESTS = 16
 # Candidates per position of a tree.
 _CANDIDATES = 16
-# Spare KV slots per request, for the blocks in flight.
-SPARE_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Configuration of one engine.
-
-    Attributes:
-        mode: one of `MODES`.
-        target: name of the target.
-        drafter: name of the drafter; None without speculation.
-        backend: attention backend.
-        tp: number of GPUs.
-        block_size: None without speculation, or to use the drafter's.
-        draft_window: context tokens that the drafter sees; None without speculation, or for all.
-        nodes: nodes of a draft tree; None for chains.
-        adaptive: whether the draft length adapts.
-    """
-
-    mode: str
-    target: str
-    drafter: str | None
-    backend: str
-    tp: int = 1
-    block_size: int | None = None
-    draft_window: int | None = None
-    nodes: int | None = None
-    adaptive: bool = False
-
-    def __str__(self) -> str:
-        drafts = drafting(self.block_size, self.draft_window, self.nodes, self.adaptive)
-        return f"{self.mode}, {self.backend}, tp {self.tp}{drafts}"
-
-
-def drafting(block_size: int | None, draft_window: int | None, nodes: int | None, adaptive: bool) -> str:
-    """Return a suffix for the name of a configuration: its options of drafting that differ from the default."""
-    block = "" if block_size is None else f", block {block_size}"
-    window = "" if draft_window is None else f", window {draft_window}"
-    tree = "" if nodes is None else f", tree {nodes}"
-    return block + window + tree + (", adaptive" if adaptive else "")
-
-
-@dataclass(frozen=True)
-class Load:
-    """One point of a sweep.
-
-    Attributes:
-        prompts: index into the workload's prompts.
-        concurrency: clients, or requests in the batch.
-        request_rate: arrivals per second; None if a client sends its next request when it has an answer.
-        temperature: of all requests.
-    """
-
-    prompts: int
-    concurrency: int
-    request_rate: float | None = None
-    temperature: float = 0.0
-
-
-@dataclass(frozen=True)
-class Serving:
-    """Options of `sglang.bench_serving`.
-
-    Attributes:
-        api: its `--backend`, one of `APIS`.
-        request_rates: rates to measure; None stands for as fast as the clients ask.
-        context_tokens: limit for a prompt with its answer; longer ones of a dataset are left out.
-        own_lengths: whether answers are as long as those of the dataset.
-    """
-
-    api: str
-    request_rates: list[float | None]
-    context_tokens: int
-    own_lengths: bool
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Load of the engines, and the kind of measurement.
-
-    Attributes:
-        measure: "requests" (clients in a closed loop), "decode" (a batch that decodes in step) or "serving" (an HTTP
-            server).
-        prompts: sets of prompts to measure.
-        concurrency: numbers of clients, or of requests in the batch, to measure.
-        new_tokens: length of every answer. Answers to a dataset may end earlier.
-        plain_tokens: for "decode", new tokens without speculation, where every cycle yields one.
-        requests: for "requests" and "serving", answers per measurement; None for 4 per client, and at least 16.
-        accept_length: acceptance length to simulate; None to measure the drafter's.
-        recorded_drafts: file of drafts to simulate; None to measure the drafter's.
-        chat_arguments: for the chat template of the target's tokenizer.
-        temperatures: for "requests", temperatures to measure.
-        engine_arguments: arguments of every engine, which override the defaults.
-        serving: options for "serving", else None.
-    """
-
-    measure: str
-    prompts: list[Prompts]
-    concurrency: list[int]
-    new_tokens: int
-    plain_tokens: int
-    requests: int | None
-    accept_length: float | None
-    recorded_drafts: str | None
-    chat_arguments: dict
-    temperatures: list[float]
-    engine_arguments: dict = field(default_factory=dict)
-    serving: Serving | None = None
-
-    @property
-    def loads(self) -> list[Load]:
-        rates = [None] if self.serving is None else self.serving.request_rates
-        places = itertools.product(range(len(self.prompts)), self.concurrency, rates, self.temperatures)
-        return [Load(*place) for place in places]
-
-    def num_requests(self, concurrency: int) -> int:
-        return self.requests or max(_MIN_REQUESTS, 4 * concurrency)
-
-    @property
-    def answer_tokens(self) -> int:
-        """Return the KV slots that the longest answer to a request takes."""
-        return _SHORT_TOKENS + max(self.new_tokens, self.plain_tokens) + SPARE_TOKENS
-
-    @property
-    def positions(self) -> int:
-        """Return the positions that a model needs for prompts of random tokens, whose length is known in advance."""
-        return max(prompts.tokens for prompts in self.prompts) + self.answer_tokens
 
 
 def environment(
@@ -253,8 +127,7 @@ def engine_arguments(
         # The server updates the acceptance length that bench_serving reports when it logs.
         arguments["decode_log_interval"] = 10
     if configuration.mode != "none":
-        arguments["speculative_algorithm"] = "DFLASH"
-        arguments["speculative_draft_model_path"] = paths[configuration.drafter]
+        arguments |= drafter_arguments(configuration, paths)
         arguments["speculative_adaptive"] = configuration.adaptive
         if configuration.mode == "ours":
             if not configuration.adaptive:
@@ -266,7 +139,25 @@ def engine_arguments(
             arguments["speculative_dflash_block_size"] = configuration.block_size
         if configuration.draft_window is not None:
             arguments["speculative_draft_window_size"] = configuration.draft_window
-    return arguments | workload.engine_arguments
+    return arguments | given_arguments(configuration, workload)
+
+
+def given_arguments(configuration: Configuration, workload: Workload) -> dict:
+    """Return `workload.engine_arguments`, of which an engine without speculation gets none of speculation."""
+    is_plain = configuration.mode == "none"
+    given = workload.engine_arguments.items()
+    return {name: value for name, value in given if not (is_plain and name.startswith("speculative_"))}
+
+
+def drafter_arguments(configuration: Configuration, paths: dict[str, str]) -> dict:
+    """Return the arguments that no server with DFLASH can do without."""
+    arguments = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": paths[configuration.drafter],
+    }
+    if configuration.drafter in NORMAL_DRAFTERS:
+        arguments["speculative_draft_load_format"] = "auto"
+    return arguments
 
 
 def check_server(info: dict, mode: str, tokens: int) -> None:
@@ -311,10 +202,6 @@ def serve(job: dict) -> None:
         nccl_port=job["nccl_port"],
     )
     check_server(engine.get_server_info(), configuration.mode, max_total_tokens)
-    if configuration.drafter in NORMAL_DRAFTERS:
-        updated, message, _ = engine.update_weights_from_disk(job["paths"][configuration.drafter], load_format="auto")
-        if not updated:
-            raise RuntimeError(f"the drafter's weights were not updated: {message}")
 
     def warm_up(index: int, concurrency: int, temperature: float) -> None:
         if workload.measure == "requests":
@@ -323,14 +210,14 @@ def serve(job: dict) -> None:
             return
         # The second batch takes its prompts from the radix cache, which needs other kernels than the first.
         for _ in range(2):
-            generate_batch(engine, sets[index], concurrency, _SHORT_TOKENS)
+            generate_batch(engine, sets[index], concurrency, SHORT_TOKENS)
 
     def measure(index: int, concurrency: int, temperature: float) -> dict:
         prompts = sets[index]
         if workload.measure == "decode":
             new_tokens = workload.plain_tokens if configuration.mode == "none" else workload.new_tokens
             return measure_decode(engine, prompts, concurrency, new_tokens)
-        asked = [prompts[i % len(prompts)] for i in range(workload.num_requests(concurrency))]
+        asked = [prompts[i % len(prompts)] for i in range(workload.num_requests(concurrency, configuration.mode))]
         sampling = {"temperature": temperature, "max_new_tokens": workload.new_tokens, "ignore_eos": tokenizer is None}
         return measure_requests(engine, tokenizer, asked, concurrency, sampling)
 
@@ -360,8 +247,8 @@ def generate_batch(engine, prompts: list[Prompt], batch: int, new_tokens: int) -
 def measure_decode(engine, prompts: list[Prompt], batch: int, new_tokens: int) -> dict:
     """Measure steady decoding: a long answer minus a short one, so that prefill and the last cycles cancel."""
     # The faster of two: a delay in the short run would make decoding look faster.
-    short_seconds, short_cycles = min(generate_batch(engine, prompts, batch, _SHORT_TOKENS) for _ in range(2))
-    seconds, cycles = generate_batch(engine, prompts, batch, _SHORT_TOKENS + new_tokens)
+    short_seconds, short_cycles = min(generate_batch(engine, prompts, batch, SHORT_TOKENS) for _ in range(2))
+    seconds, cycles = generate_batch(engine, prompts, batch, SHORT_TOKENS + new_tokens)
     seconds -= short_seconds
     return {
         "tokens_per_s": batch * new_tokens / seconds,
@@ -446,9 +333,11 @@ def accuracy(prompts: list[Prompt], texts: list[str]) -> float:
 
 
 class EngineProcess:
-    """An engine in its own process. It starts at once; call `wait_until_ready` before measuring."""
+    """An engine in its own process, with its output in `log`. It starts at once, but may not be ready yet."""
 
-    def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
+    def __init__(
+        self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool, log: TextIO
+    ):
         self.configuration = configuration
         port, self._port_claim = claim_port()
         job = {
@@ -459,7 +348,7 @@ class EngineProcess:
             "is_dummy": is_dummy,
             "nccl_port": port,
         }
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.engine", json.dumps(job)],
             env=environment(
@@ -507,6 +396,7 @@ class EngineProcess:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._port_claim.close()
+        self._log.close()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from bench.engine import Configuration, EngineProcess, Workload
+from bench.engine import EngineProcess
 from bench.pairs import checkpoint
 from bench.server import ServerProcess
+from bench.workload import Configuration, Workload
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,15 @@ def fits(candidates: list[Candidate]) -> bool:
 
 @contextmanager
 def running(
-    candidates: list[Candidate], device: str, models: Path
+    candidates: list[Candidate], device: str, models: Path, logs: Path | None = None
 ) -> Iterator[list[tuple[Candidate, EngineProcess | ServerProcess]]]:
-    """Start the engines of one group together, and yield those that are ready. `models` is a folder for dummy weights.
+    """Start the engines of one group together, and yield those that are ready.
+
+    Args:
+        candidates: the group.
+        device: "cuda" or "cpu".
+        models: folder for dummy weights.
+        logs: folder for the engines' logs; None: they are not kept.
 
     Raises:
         RuntimeError: an engine did not start. It is raised at the end, so that the others are still measured.
@@ -52,7 +61,7 @@ def running(
     failures: list[str] = []
     try:
         for candidate in candidates:
-            engines.append((candidate, _start(candidate, device, models)))
+            engines.append((candidate, _start(candidate, device, models, logs)))
         ready = [(candidate, engine) for candidate, engine in engines if _is_ready(engine, failures)]
         yield ready
     finally:
@@ -71,10 +80,19 @@ def _is_ready(engine: EngineProcess | ServerProcess, failures: list[str]) -> boo
     return True
 
 
-def _start(candidate: Candidate, device: str, models: Path) -> EngineProcess | ServerProcess:
+def _start(candidate: Candidate, device: str, models: Path, logs: Path | None) -> EngineProcess | ServerProcess:
     configuration = candidate.configuration
     names = [name for name in (configuration.target, configuration.drafter) if name]
     positions = candidate.workload.positions if candidate.is_dummy else 0
     paths = {name: checkpoint(name, models, positions) for name in names}
     process = EngineProcess if candidate.workload.serving is None else ServerProcess
-    return process(configuration, candidate.workload, paths, device, candidate.is_dummy)
+    return process(configuration, candidate.workload, paths, device, candidate.is_dummy, _log_file(logs, configuration))
+
+
+def _log_file(folder: Path | None, configuration: Configuration) -> TextIO:
+    """Return an open file. A later engine of the same configuration appends to its log."""
+    if folder is None:
+        return tempfile.TemporaryFile("w+")
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{Path(configuration.drafter or configuration.target).name}, {configuration}"
+    return (folder / f"{name.replace(', ', '_').replace(' ', '-')}.log").open("a+")

@@ -107,6 +107,16 @@ _QWEN3_5_9B_DFLASH = _QWEN3_8B_DFLASH | {
 }
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
+    # Float8 weights with a scale for each block, as in the published checkpoint.
+    "qwen3-8b-fp8": _QWEN3_8B
+    | {
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        }
+    },
     "qwen3-8b-dflash": _QWEN3_8B_DFLASH,
     "qwen3-8b-dflash-normal": _QWEN3_8B_DFLASH,
     "qwen3-8b-dflash-swa": _QWEN3_8B_DFLASH
@@ -233,6 +243,7 @@ class Pair:
 PAIRS = {
     "tiny": Pair("tiny", "tiny-dflash", share=(0.33, 0.33)),
     "qwen3-8b": Pair("qwen3-8b", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
+    "qwen3-8b-fp8": Pair("qwen3-8b-fp8", "qwen3-8b-dflash", is_dummy=True, accept_length=6.5),
     "qwen3-8b-normal": Pair("qwen3-8b", "qwen3-8b-dflash-normal", is_dummy=True, accept_length=6.5),
     "qwen3-8b-swa": Pair("qwen3-8b", "qwen3-8b-dflash-swa", is_dummy=True, accept_length=6.5),
     "qwen3-8b-dflash2": Pair("qwen3-8b", "qwen3-8b-dflash2", is_dummy=True, accept_length=6.5),
@@ -271,7 +282,7 @@ def checkpoint(model: str, folder: Path, positions: int = 0) -> str:
     """Return the path or name that SGLang loads for a model.
 
     A shape is written to `folder` as a config, and SGLang fills in weights (`--load-format dummy`). Weights of
-    `NORMAL_DRAFTERS` are written too, to be loaded after the start. A target gets a tokenizer.
+    `NORMAL_DRAFTERS` are written too. A target gets a tokenizer.
 
     Args:
         model: name of a shape or of the tiny pair, folder, or repository of the Hub.

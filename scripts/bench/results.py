@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine import MODES
+from bench.workload import MODES
 
 # Fields that identify a figure. Runs that share them are repeats.
 KEY = (
@@ -31,6 +31,8 @@ METRICS = {
     "cycle_ms": ("ms per cycle", 2),
     "accept_length": ("accept length", 2),
     "accuracy": ("accuracy", 3),
+    "start_s": ("start, s", 0),
+    "graphs_gib": ("graphs of shorter drafts, GiB", 2),
 }
 
 

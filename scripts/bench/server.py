@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import suppress
+from typing import TextIO
 
 import requests
 
-from bench.client import bench_serving
-from bench.engine import SPARE_TOKENS, Configuration, Load, Workload, check_server, engine_arguments, environment
+from bench.client import BenchServing
+from bench.engine import check_server, drafter_arguments, engine_arguments, environment, given_arguments
 from bench.ports import claim_port
+from bench.workload import SPARE_TOKENS, Configuration, Load, Workload
 
 
 def server_flags(arguments: dict) -> list[str]:
@@ -39,22 +41,44 @@ def kv_tokens(workload: Workload) -> int:
     return max(workload.concurrency) * (longest + SPARE_TOKENS)
 
 
+def server_arguments(
+    configuration: Configuration, workload: Workload, paths: dict[str, str], device: str, is_dummy: bool
+) -> dict:
+    """Return the arguments of a server but for its ports. `paths` has the checkpoints by name."""
+    if not workload.serving.default_flags:
+        arguments = engine_arguments(configuration, workload, paths, device, is_dummy)
+        return arguments | {"max_total_tokens": kv_tokens(workload)}
+    arguments = {"model_path": paths[configuration.target]}
+    if is_dummy:
+        arguments["load_format"] = "dummy"
+    if device == "cpu":
+        arguments |= {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native"}
+    if configuration.tp > 1:
+        arguments["tp_size"] = configuration.tp
+    if configuration.mode != "none":
+        arguments |= drafter_arguments(configuration, paths)
+    return arguments | given_arguments(configuration, workload)
+
+
 class ServerProcess:
     """A server for workloads with `serving`, with the methods of `EngineProcess`. It starts at once."""
 
-    def __init__(self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool):
+    def __init__(
+        self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool, log: TextIO
+    ):
         self.configuration = configuration
-        self._workload, self._device, self._is_dummy = workload, device, is_dummy
+        self._workload, self._is_dummy = workload, is_dummy
         port, self._port_claim = claim_port()
         self._url = f"http://127.0.0.1:{port}"
-        arguments = engine_arguments(configuration, workload, paths, device, is_dummy)
+        arguments = server_arguments(configuration, workload, paths, device, is_dummy)
         arguments |= {
-            "max_total_tokens": kv_tokens(workload),
             "host": "127.0.0.1",
             "port": port,
             "nccl_port": port + 1,
         }
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self._begun = time.perf_counter()
+        self._start_figures: dict[str, float] = {}
+        self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *server_flags(arguments)],
             env=environment(
@@ -65,6 +89,7 @@ class ServerProcess:
             stderr=self._log,
             start_new_session=True,
         )
+        self._client = BenchServing(environment("none", device))
 
     def wait_until_ready(self) -> None:
         with requests.Session() as http:
@@ -73,8 +98,14 @@ class ServerProcess:
                 if self._process.poll() is not None:
                     raise RuntimeError(f"{self.configuration} failed:\n{self._log_tail()}")
                 time.sleep(0.5)
+            self._start_figures["start_s"] = time.perf_counter() - self._begun
             info = http.get(f"{self._url}/server_info").json()
-        check_server(info, self.configuration.mode, kv_tokens(self._workload))
+        # The size of a pool that SGLang chose is no error.
+        tokens = 0 if self._workload.serving.default_flags else kv_tokens(self._workload)
+        check_server(info, self.configuration.mode, tokens)
+        if self.configuration.mode == "ours":
+            graphs = info["internal_states"][0]["sglang_dflash"]["adaptive_graphs"]
+            self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["shorter"]["gib"]}
 
     def _is_healthy(self, http: requests.Session) -> bool:
         try:
@@ -90,14 +121,18 @@ class ServerProcess:
         """Do nothing: bench_serving warms up before each run."""
 
     def measure(self, load: Load) -> dict:
-        """Return the figures of one run of bench_serving, by their names in `METRICS`."""
+        """Return the figures of one run of bench_serving and of the start, by their names in `METRICS`."""
+        mode = self.configuration.mode
         try:
-            return bench_serving(self._url, self._workload, load, self._is_dummy, environment("none", self._device))
+            return self._client.run(self._url, self._workload, load, mode, self._is_dummy) | self._start_figures
         except RuntimeError as error:
             raise RuntimeError(f"{self.configuration}: {error}\n{self._log_tail()}") from error
 
     def stop(self) -> None:
         """End the server and every process that it started, in any state."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._client.stop()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._port_claim.close()
+        self._log.close()

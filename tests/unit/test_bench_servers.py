@@ -8,10 +8,11 @@ import bench_sweep
 import msgspec
 import pytest
 from bench.client import client_flags, dataset_flags, figures
-from bench.engine import Load, Workload, engine_arguments
+from bench.engine import engine_arguments
 from bench.pairs import TINY_PAIR
 from bench.prompts import serving_format
-from bench.server import kv_tokens, server_flags
+from bench.server import kv_tokens, server_arguments, server_flags
+from bench.workload import Load, Workload
 from sglang.benchmark.datasets import get_dataset
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoTokenizer
@@ -68,6 +69,8 @@ def test_formats_that_bench_serving_reads(tmp_path, text, name):
         ("--measure serving --new-tokens 3", "--new-tokens 3"),
         ('--measure serving --chat-arguments {"a":1}', "--chat-arguments"),
         ("--measure serving --datasets {openai}", "--api sglang"),
+        ("--measure serving --default-flags --trees 16", "--trees: not with --default-flags"),
+        ("--measure serving --requests 4 8", "--requests: 2 numbers for 7"),
         ("--measure serving --datasets {custom} --prompt-tokens 9", "--prompt-tokens"),
         ("--measure serving --datasets {sharegpt} --prompt-tokens 9 --own-lengths", "--own-lengths"),
     ],
@@ -145,7 +148,7 @@ def test_more_requests_than_questions(files, tmp_path):
 
 def test_client_flags(files, tmp_path):
     def flags(load: Load, is_dummy: bool, *more: str) -> str:
-        return " ".join(client_flags(serving_workload(*more), load, is_dummy, tmp_path))
+        return " ".join(client_flags(serving_workload(*more), load, "ours", is_dummy, tmp_path))
 
     text = flags(Load(0, 2, 1.5), False, "--datasets", files["sharegpt"])
     for part in ("--backend sglang ", "--num-prompts 2", "--max-concurrency 2", "--request-rate 1.5", "--flush-cache"):
@@ -199,6 +202,37 @@ def test_a_run_with_unanswered_requests_has_no_figures():
         figures(RESULT | {"completed": 1, "errors": ["", "Bad Request: too long"]}, 2)
     with pytest.raises(RuntimeError, match="2 requests of up to --context-tokens, and 3 were to be asked"):
         figures(RESULT, 3)
+
+
+def test_requests_of_each_number_of_clients():
+    flags = ("--concurrency", "8", "1", "--requests", "64", "16", "--plain-requests", "4")
+    counts = {
+        mode: [serving_workload(*flags).num_requests(clients, mode) for clients in (1, 8)]
+        for mode in ("none", "in-tree", "ours")
+    }
+
+    assert counts == {"none": [4, 4], "in-tree": [16, 64], "ours": [16, 64]}
+    assert serving_workload("--requests", "3").num_requests(2, "none") == 3
+
+
+def test_default_flags():
+    """Servers run one after the other, and get no flag that a user need not set."""
+    flags = ("--measure", "serving", "--default-flags", "--pairs", "qwen3-8b-normal", "--no-chart", "--device", "cuda")
+    groups = bench_sweep.plan(bench_sweep.parse([*flags, "--engine-arguments", '{"enable_mixed_chunk": true}']))
+    paths = {"qwen3-8b": "target", "qwen3-8b-dflash-normal": "drafter"}
+
+    given = {
+        candidate.configuration.mode: server_arguments(candidate.configuration, candidate.workload, paths, "cuda", True)
+        for (candidate,) in groups
+    }
+
+    plain = {"model_path": "target", "load_format": "dummy", "enable_mixed_chunk": True}
+    drafter = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": "drafter",
+        "speculative_draft_load_format": "auto",
+    }
+    assert given == {"none": plain, "in-tree": plain | drafter, "ours": plain | drafter}
 
 
 def test_servers_have_room_for_their_clients():

@@ -11,10 +11,11 @@ import pytest
 import torch
 from bench import groups
 from bench.chart import Panel, draw, panels
-from bench.engine import Answer, Configuration, Load, accuracy, environment, summarize_answers
+from bench.engine import Answer, accuracy, environment, summarize_answers
 from bench.pairs import REPO, SHAPES, TINY_PAIR, Pair, checkpoint, find_pair, write_normal_weights
 from bench.prompts import TINY_PROMPTS, Prompt, Prompts, Question, build_prompts, cut, final_number, read_dataset
 from bench.results import Results, Spread, markdown, table
+from bench.workload import Configuration, Load
 from safetensors.torch import save_file
 from support.oracle.drafter import ReferenceDrafter
 from transformers import AutoTokenizer
@@ -213,8 +214,6 @@ def test_pairs():
     [
         ("--modes in-tree --device cpu", "--modes in-tree"),
         ("--pairs a/b:c/d", "--datasets: needed"),
-        ("--pairs qwen3-8b-normal --device cuda", "--pairs qwen3-8b-normal: its drafter"),
-        ("--pairs qwen3-8b-normal --modes ours --measure serving", "--pairs qwen3-8b-normal: its drafter"),
         ("--pairs small --datasets x.jsonl", "--datasets: the dummy weights"),
         ("--pairs small --recorded-drafts none.safetensors", "--recorded-drafts none.safetensors: no such file"),
         ("--pairs small --recorded-drafts x --accept-length 3", "--accept-length: --recorded-drafts"),
