@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from oracle import assert_same_cycles
-from serving import DEFAULT, ENV, Settings
+from serving import DEFAULT, ENV, Settings, with_plugin
 
 pytestmark = pytest.mark.cpu(reason="Triton's interpreter, and torch_native, are for the CPU; see tests/gpu")
 
@@ -20,7 +20,7 @@ def settings(target: str, drafter: str | None) -> Settings:
         f"{target}-{drafter or 'same'}",
         flags=(("attention-backend", target),),
         dflash_flags=(("speculative-draft-attention-backend", drafter),) if drafter else (),
-        env=(("TRITON_INTERPRET", "1"),),
+        env=(("TRITON_INTERPRET", "1"), *with_plugin("fast_interpreter")),
         plain=DEFAULT,
     )
 
@@ -51,7 +51,7 @@ def test_masks(tmp_path):
     """Every mask of a drafter layer, and masks of a target whose sliding layers have a separate pool."""
     script, output = Path(__file__).parents[1] / "support" / "masks.py", tmp_path / "errors.json"
     command = [sys.executable, script, "triton", "float32", "16", "8", "2", "128", output]
-    environment = os.environ | ENV | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | ENV | {"TRITON_INTERPRET": "1"} | dict(with_plugin("fast_interpreter"))
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
     assert run.returncode == 0, run.stderr[-4000:]
     errors = json.loads(output.read_text())

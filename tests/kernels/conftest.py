@@ -12,21 +12,12 @@ if DEVICE == "cpu":
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patch_triton_once():
-    """Make the interpreter patch Triton's language once, not in every call of a device function, which takes long."""
-    if DEVICE == "cuda":
-        return
-    from triton.runtime import interpreter
+def fast_interpreter():
+    if DEVICE == "cpu":
+        # It imports Triton.
+        from support.interpreter import speed_up
 
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(fn):
-        if fn.__module__ not in patched:
-            patched.add(fn.__module__)
-            patch(fn)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_once
+        speed_up()
 
 
 @pytest.fixture
