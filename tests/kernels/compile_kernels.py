@@ -1,13 +1,14 @@
 """Compile the kernels for a GPU, without such a GPU, and compare their shared memory with its limit.
 
 It is a program because Triton decides once per process whether it compiles or interprets.
-usage: compile_kernels.py GPU    (a name of `support.gpus.GPUS`, such as sm_90)
+usage: compile_kernels.py GPU ...    (names of `support.gpus.GPUS`, such as sm_90)
 
-It prints the name of each compiled kernel and its bytes of shared memory. Where another GPU gets the same code, only
-attention of trees is compiled, whose tiles are chosen by the GPU's shared memory.
+It prints the GPU, the name of each compiled kernel and its bytes of shared memory. Where another GPU gets the same
+code, only attention of trees is compiled, whose tiles are chosen by the GPU's shared memory.
 """
 
 import argparse
+import os
 import sys
 
 import bench_kernels
@@ -74,7 +75,7 @@ def compile_for(gpu: Gpu) -> None:
         name, shared = function.__name__, compiled.metadata.shared
         assert shared <= shared_memory_for(name, gpu), (name, shared)
         assert compiled.asm["cubin"]
-        print(name, shared, flush=True)
+        print(gpu.name, name, shared, flush=True)
         return compiled
 
     JITFunction.run = compile_only
@@ -83,7 +84,13 @@ def compile_for(gpu: Gpu) -> None:
     trees._shared_memory = lambda device: gpu.shared_memory
 
 
+def quantize_nothing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors as `quantize_rows` does. Their numbers do not matter here, and a vocabulary takes long."""
+    return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.ones(len(x))
+
+
 def compile_benchmarked(gpu: Gpu) -> None:
+    bench_kernels.quantize_rows = quantize_nothing
     for make in bench_kernels.KERNELS:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
@@ -165,4 +172,12 @@ def main(gpu: Gpu) -> None:
 
 
 if __name__ == "__main__":
-    main(GPUS[sys.argv[1]])
+    # What a process compiles for one GPU, it does not compile again. All of them share what this one has imported.
+    for name in sys.argv[1:]:
+        child = os.fork()
+        if child == 0:
+            main(GPUS[name])
+            sys.exit()
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            sys.exit(f"compiling for {name} has failed")
