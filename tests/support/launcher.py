@@ -1,17 +1,20 @@
 """Start Python programs with SGLang imported: one process imports it once and forks each program.
 
-Importing SGLang in each process is most of a server's start. Here the main process of a server is forked from this
-process, which has imported every module and run nothing. The scheduler and the detokenizer are forked from the main
-process, where SGLang would spawn them. They keep the plugins that it has loaded.
+Importing SGLang in each process, and applying hooks to what every module has imported, are most of a server's start.
+Here the main process of a server is forked from this process, which has imported every module and run nothing. The
+scheduler and the detokenizer are forked from the main process, where SGLang would spawn them. They keep the plugins
+that it has loaded.
 
 usage: launcher.py, with one JSON value per line on stdin:
     object: start a program. `arguments` are those of the interpreter (`-m MODULE ...`, `-c CODE` or `FILE ...`);
-        `stdout` and `stderr` are files. The answer is its process id. The program leads a session.
+        `env` has environment variables of its own; `stdout` and `stderr` are files. The answer is its process id. The
+        program leads a session.
     process id: wait for a program to end. The answer is its exit status.
     null: end the launcher and leave its programs running.
 The end of stdin ends the programs too: the process that started them was killed.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -19,6 +22,7 @@ import os
 import runpy
 import signal
 import sys
+import types
 from contextlib import suppress
 
 # Together they import all modules that a server's processes import.
@@ -27,6 +31,8 @@ MODULES = [
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
+    # It imports every class of models.
+    "sglang.srt.models.registry",
 ]
 
 
@@ -51,6 +57,50 @@ def fork_programs() -> dict:
         with suppress(ProcessLookupError):
             os.killpg(program, signal.SIGKILL)
     sys.exit()
+
+
+def find_imported_at_once() -> None:
+    """Find what a hook must replace in a table of all modules' names, where SGLang would walk them for each hook.
+
+    Modules that are imported later are added, and the program's own is walked.
+    """
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    walked, places = set(), {}
+
+    def walk_new():
+        if len(walked) == len(sys.modules):
+            return
+        for key, module in list(sys.modules.items()):
+            if key in walked:
+                continue
+            walked.add(key)
+            if isinstance(module, types.ModuleType):
+                for name, value in list(vars(module).items()):
+                    if callable(value):
+                        places.setdefault(id(value), []).append((module, name))
+
+    def propagate(original, wrapped, source_module):
+        walk_new()
+        program = sys.modules["__main__"]
+        found = [
+            (module, name)
+            for module, name in [*places.get(id(original), []), *((program, name) for name in vars(program))]
+            if module is not source_module and vars(module).get(name) is original
+        ]
+        for module, name in found:
+            setattr(module, name, wrapped)
+            places.setdefault(id(wrapped), []).append((module, name))
+        return len(found)
+
+    walk_new()
+    registry._propagate_patch = propagate
+
+
+def set_environment(env: dict[str, str]) -> None:
+    os.environ.update(env)
+    # As the interpreter does when it starts.
+    own = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[1:1] = own
 
 
 def redirect(stdout: str, stderr: str) -> None:
@@ -83,7 +133,12 @@ if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     for module in MODULES:
         importlib.import_module(module)
+    find_imported_at_once()
+    # Programs need not look for garbage in what is imported, nor copy its pages.
+    gc.collect()
+    gc.freeze()
     request = fork_programs()
     os.setsid()
+    set_environment(request["env"])
     redirect(request["stdout"], request["stderr"])
     begin(*request["arguments"])

@@ -19,6 +19,24 @@ import torch
 
 # A process that has used CUDA's driver cannot fork processes that use it.
 CAN_FORK = not torch.cuda.is_available()
+# Variables that no module reads on import. Programs that differ in them are forked from one process.
+READ_LATE = {
+    "DEFAULT_TREES_OBSTACLE",
+    "KNOWN_TEXT",
+    "MC_FORCE_TCP",
+    "MOONCAKE_PROTOCOL",
+    "PLANTED_ERROR",
+    # Of plugins.
+    "PYTHONPATH",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_DFLASH_RECORDED_DRAFTS",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_HOST_IP",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_PLUGINS",
+    "SGLANG_RUST_SERVER",
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
+}
 
 
 class Process:
@@ -97,8 +115,8 @@ class Launcher:
                 start_new_session=True,
             )
 
-    def start(self, arguments: list[str], stdout: Path, stderr: Path) -> Forked:
-        request = {"arguments": arguments, "stdout": str(stdout), "stderr": str(stderr)}
+    def start(self, arguments: list[str], env: dict[str, str], stdout: Path, stderr: Path) -> Forked:
+        request = {"arguments": arguments, "env": env, "stdout": str(stdout), "stderr": str(stderr)}
         return Forked(self.ask(request), self)
 
     def ask(self, request: dict | int) -> int:
@@ -149,7 +167,11 @@ def start(
     env.pop("PYTEST_CURRENT_TEST", None)
     if spawn or not CAN_FORK:
         return Spawned(arguments, env, stdout, stderr)
-    return _launcher(env, stdout.with_suffix(".launcher")).start(arguments, stdout, stderr)
+    late = {name: env[name] for name in READ_LATE & env.keys()}
+    # Of these, the launcher has this process's own.
+    common = {name: value for name, value in env.items() if name not in late}
+    common |= {name: os.environ[name] for name in late.keys() & os.environ.keys()}
+    return _launcher(common, stdout.with_suffix(".launcher")).start(arguments, late, stdout, stderr)
 
 
 def run(
