@@ -40,10 +40,10 @@ pytest=("$PYTHON" -m pytest -q -ra -p no:cacheprovider -W ignore --durations=40)
 
 step "ruff check" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
-# tests/kernels is a separate run, because Triton chooses its interpreter on import. Tests of one file share the servers
-# that they start. In tests/e2e, tests with the same settings share them.
+# tests/kernels is a separate run, because Triton chooses its interpreter on import. In tests/contract, tests of one file
+# share the processes that they start. In tests/e2e, tests with the same settings share servers.
 step "tests/kernels" "${pytest[@]}" "${each_test[@]}" tests/kernels
-step "tests/unit" "${pytest[@]}" "${each_file[@]}" tests/unit
+step "tests/unit" "${pytest[@]}" "${each_test[@]}" tests/unit
 step "tests/contract" "${pytest[@]}" "${each_file[@]}" tests/contract
 [ ${#on_gpu[@]} = 0 ] || step "tests/gpu" "${on_gpu[@]}"
 step "tests/e2e" "${pytest[@]}" "${each_group[@]}" tests/e2e
