@@ -12,17 +12,13 @@ from support.ties import compare, tokens_per_cycle
 pytest.importorskip("mooncake.engine")
 
 ENV = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
-FLAGS = {"attention_backend": "fa3", "mem_fraction_static": 0.4}
-
-
-def on_gpus(number: int) -> object:
-    return pytest.param(number, marks=pytest.mark.alone(gpus=number))
+FLAGS = {"attention_backend": "fa3"}
 
 
 @pytest.mark.gpu
 @pytest.mark.group("disaggregation-{gpus}")
 @pytest.mark.parametrize("shape", ["chains", "trees"])
-@pytest.mark.parametrize("gpus", [on_gpus(1), on_gpus(2)])
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.alone(gpus=2))])
 def test_text(gpus, shape, engines, prompts):
     calls = pair_calls(prompts)
     of_plain, _ = plain_answers(engines, "fa3", prompts)

@@ -232,5 +232,5 @@ def test_fp8_kv(shape, engines, prompts):
     assert engines.describe(config)["kv_bytes_per_token"] == {"target": 4 * 2 * 2 * 64, "drafter": 3 * 2 * 2 * 64}
     compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(FP8_TIE)
-    compared.assert_floor(29 if shape == "chains" else 24)
+    compared.assert_floor(21 if shape == "chains" else 27)
     assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE[shape], rel=0.05 if shape == "chains" else 0.15)

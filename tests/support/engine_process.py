@@ -129,6 +129,8 @@ async def generate_and_abort(engine, aborted: list[int], input_ids: list, sampli
 
 def make_call(engine, call: dict):
     """Return what one call returns; see `EngineProcess.ask`."""
+    # A call that is asked for twice arrives as one object.
+    call = dict(call)
     aborted, method = call.pop("abort", None), call.pop("method", "generate")
     if call.pop("flush", False):
         # The last cycle, which was launched ahead, may still run; `Engine.flush_cache` does not wait for it.
