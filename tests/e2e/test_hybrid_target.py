@@ -261,7 +261,7 @@ def test_wrong_drafts_poison_nothing(server, texts, known):
     """Requests have other texts with wrong drafts only, and share one cached prefix."""
     text = texts[129]
     server.generate(**ask(text, 129, 100))
-    others = [text[:129] + hybrid.prompt_of(1 + i % 5, 31 * i) for i in range(50)]
+    others = [text[:129] + hybrid.prompt_of(1 + i % 5, 77 * i) for i in range(20)]
 
     answers = server.generate_concurrently([ask(prompt, len(prompt), 10) for prompt in others])
 
@@ -354,13 +354,13 @@ def test_every_kind_of_request_in_one_batch(server, texts, known):
         {"temperature": 1.0, "sampling_seed": 7},
         {"regex": ".*"},
     ]
-    requests = [ask(texts[length], length, 60, **kind) for length in (63, 64, 129) for kind in kinds]
+    requests = [ask(texts[length], length, 40, **kind) for length in (63, 64, 129) for kind in kinds]
 
     answers = server.generate_concurrently(requests)
 
     for request, answer in zip(requests, answers):
         length = len(request["input_ids"])
-        assert len(answer["output_ids"]) == 60 or "regex" in request
+        assert len(answer["output_ids"]) == 40 or "regex" in request
         if "sampling_seed" not in request and "regex" not in request:
             assert_text(answer, texts[length], length)
     # Continuations of everything that these requests left in the cache.
@@ -371,7 +371,7 @@ def test_every_kind_of_request_in_one_batch(server, texts, known):
 
 
 def test_no_slot_leaks(server, texts):
-    """A third of 200 requests of mixed lengths is aborted. SGLang counts its slots whenever it is idle."""
+    """A third of 90 requests of mixed lengths is aborted. SGLang counts its slots whenever it is idle."""
     choose = random.Random(0)
 
     def run(i):
@@ -387,7 +387,7 @@ def test_no_slot_leaks(server, texts):
         chunks.close()
 
     with ThreadPoolExecutor(12) as threads:
-        list(threads.map(run, range(200)))
+        list(threads.map(run, range(90)))
 
     assert server.is_running()
     assert "Testing retraction. " in server.log()

@@ -52,8 +52,11 @@ def test_concurrent_requests_of_mixed_lengths(pair, mixed_prompts):
     pair.lossless(lambda server: server.generate_concurrently(requests))
 
 
-def test_all_prompts(pair, prompts):
-    answers = pair.lossless(lambda server: server.generate(prompts, max_new_tokens=80))
+def test_many_prompts(pair, prompts):
+    # Every second one in other layouts: requests end by the same code in all of them.
+    some = prompts if pair.dflash.settings is DEFAULT else prompts[1::2]
+
+    answers = pair.lossless(lambda server: server.generate(some, max_new_tokens=80))
 
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length", "stop"}
 
