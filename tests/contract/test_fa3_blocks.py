@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.plugins import python_path
 
 SCRIPT = Path(__file__).parents[1] / "support" / "masks.py"
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
@@ -21,7 +22,8 @@ def test_masks(tmp_path):
     """Blocks attend with every mask and with shared schedules, in one pool of slots and in two."""
     output = tmp_path / "errors.json"
     command = [sys.executable, SCRIPT, "fa3", "float32", "16", "8", "2", "64", output]
-    run = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True, timeout=240)
+    env = os.environ | CPU | {"PYTHONPATH": python_path("fast_interpreter")}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]
     errors = json.loads(output.read_text())
     eager = {mask for mask in errors if not mask.startswith("replayed: ")}
