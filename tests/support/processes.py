@@ -25,6 +25,8 @@ READ_LATE = {
     "KNOWN_TEXT",
     "MC_FORCE_TCP",
     "MOONCAKE_PROTOCOL",
+    "ORACLE_CANDIDATES",
+    "ORACLE_DRAFTS",
     "PLANTED_ERROR",
     # Of plugins.
     "PYTHONPATH",
