@@ -11,16 +11,43 @@ from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.fill_table import as_number, descending_places
 from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
-from sglang_dflash.ops.kernels.weigh_copies import weigh_copies
+from sglang_dflash.ops.kernels.weigh_copies import load_copy, weigh_copies
 from sglang_dflash.types import DrawParameters, PairVectors
 
 _LOG_WEIGHT = tl.constexpr(bigrams.LOG_WEIGHT)
 _LOWEST = tl.constexpr(float("-inf"))
+# The bits of a float32 that tensor cores read: all but the last 13.
+_HIGH_BITS = tl.constexpr(-(2**13))
 # A dimension of a product has at least this many numbers. Also the most candidates.
 _PADDED = 16
 # Numbers of a vector that a warp multiplies at a time.
-_NUMBERS = 64
+_NUMBERS = 32
 _WARPS = 4
+# The loads of one step fewer than this are on the way at the same time: all of vectors of rank 256.
+_STAGES = 3
+
+
+@triton.jit
+def _add_product(right, left, products, HAS_GATES: tl.constexpr):
+    """Return `products` plus right times left, in the precision of float32.
+
+    Tensor cores read 11 significant bits of a float32. A number of bfloat16 or float16 has no more. Its product with a
+    gate has no more than 22, and is divided into two parts.
+
+    Args:
+        right: [PARTS, PADDED, NUMBERS]. Vectors of any dtype.
+        left: the same shape, float32. Vectors of the same dtype, times gates if HAS_GATES.
+        products: [PARTS, PADDED, PADDED] float32.
+    """
+    left = tl.permute(left, (0, 2, 1))
+    if right.dtype == tl.float32:
+        return tl.dot(right, left, products, input_precision="tf32x3")
+    right = right.to(tl.float32)
+    if HAS_GATES:
+        high = (left.to(tl.int32, bitcast=True) & _HIGH_BITS).to(tl.float32, bitcast=True)
+        products = tl.dot(right, left - high, products, input_precision="tf32")
+        left = high
+    return tl.dot(right, left, products, input_precision="tf32")
 
 
 @triton.jit
@@ -69,7 +96,18 @@ def _fill_pair_table_kernel(
     bonus = tl.load(bonus_tokens + request * bonus_stride)
     before = tl.where(depth > 0, tl.load(candidates + (row - 1) * K + column, mask=has_before, other=0), bonus)
 
-    # Each warp multiplies a part of the numbers. All loads of a part are on the way at the same time.
+    # Everything that is read later is on the way before the products wait for their vectors.
+    logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
+    is_sampled = (tl.load(top_ks + request) > 1) & (tl.load(is_chain + request) == 0)
+    temperature, key, seq_len = tl.load(temperatures + request), tl.load(keys + request), tl.load(seq_lens + request)
+    slot, tag = locate(before[None, :], token[:, None])
+    is_pair = is_candidate[:, None] & has_before[None, :]
+    slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
+    found = tl.load(slots + slot, mask=is_pair, other=0)
+    if HAS_COPIES:
+        copy = load_copy(places, lens, request, depth, DEPTHS)
+
+    # Each warp multiplies a part of the numbers.
     part = tl.arange(0, PARTS)[:, None, None] * NUMBERS
     products = tl.zeros([PARTS, PADDED, PADDED], tl.float32)
     for start in range(0, RANK, PARTS * NUMBERS):
@@ -82,21 +120,15 @@ def _fill_pair_table_kernel(
             gate = gates + request * gates_request_stride + depth.to(tl.int64) * gates_depth_stride
             gate += column[None, :, None] * gates_candidate_stride + number
             left *= tl.load(gate, mask=is_number, other=0.0).to(tl.float32)
-        products = tl.dot(right.to(tl.float32), tl.permute(left, (0, 2, 1)), products, input_precision="tf32x3")
+        products = _add_product(right, left, products, HAS_GATES)
     # Rows of the table are columns of these tiles.
     product = tl.sum(products, axis=0)
 
-    logit = tl.load(logits + row * K + column, mask=is_candidate, other=_LOWEST)
     score = logit[:, None] + product
-    if (tl.load(top_ks + request) > 1) & (tl.load(is_chain + request) == 0):
-        prefix = hash_prefix(tl.load(keys + request), tl.load(seq_lens + request) + depth)
-        score += (tl.load(temperatures + request) * gumbel(prefix, token))[:, None]
+    if is_sampled:
+        score += (temperature * gumbel(hash_prefix(key, seq_len + depth), token))[:, None]
     score = tl.where(is_candidate[:, None], as_number(score), _LOWEST)
-    slot, tag = locate(before[None, :], token[:, None])
-    is_pair = is_candidate[:, None] & has_before[None, :]
-    slots = bigram_tables + tl.load(req_pool_indices + request).to(tl.int64) * TABLE_SIZE
-    is_seen = (tl.load(slots + slot, mask=is_pair, other=0) == tag) & is_pair
-    score += tl.where(is_seen, _LOG_WEIGHT, 0.0)
+    score += tl.where((found == tag) & is_pair, _LOG_WEIGHT, 0.0)
     largest = tl.max(score, axis=0)
     total = tl.sum(tl.exp(score - largest[None, :]), axis=0)
     score = as_number(score - (largest + tl.log(total))[None, :])
@@ -104,7 +136,7 @@ def _fill_pair_table_kernel(
     place = descending_places(score, column, is_candidate)
     score = tl.where(place < num_children, score, _LOWEST)
     if HAS_COPIES:
-        score = weigh_copies(score, places, lens, request, depth, DEPTHS, column, column)
+        score = weigh_copies(score, *copy, depth, column, column)
         place = descending_places(score, column, is_candidate)
     out = (row * K + column[None, :]) * K + place
     mask = is_candidate[:, None] & is_candidate[None, :]
@@ -169,6 +201,7 @@ def fill_pair_table(
         HAS_COPIES=places is not None,
         PDL=pdl_is_available,
         num_warps=_WARPS,
+        num_stages=_STAGES,
         launch_pdl=pdl_is_available,
     )
     return log_probs, ranks

@@ -13,7 +13,7 @@ from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.add_bigrams import TABLE_SIZE, locate
 from sglang_dflash.ops.kernels.gumbel import gumbel, hash_prefix
 from sglang_dflash.ops.kernels.ordered import to_ordered
-from sglang_dflash.ops.kernels.weigh_copies import weigh_copies
+from sglang_dflash.ops.kernels.weigh_copies import load_copy, weigh_copies
 from sglang_dflash.ops.reference import fill_table as reference
 from sglang_dflash.types import DrawParameters
 
@@ -108,7 +108,8 @@ def _fill_table_kernel(
     total = tl.sum(tl.exp(after - largest[None, :]), axis=0) + tl.exp(rest - largest)
     after = as_number(after - tl.where(is_sampled, largest + tl.log(total), greedy_sum)[None, :])
     if HAS_COPIES:
-        after = weigh_copies(after, places, lens, request, depth, DEPTHS, column, above)
+        copy = load_copy(places, lens, request, depth, DEPTHS)
+        after = weigh_copies(after, *copy, depth, column, above)
 
     out = (row * K + above[None, :]) * K + descending_places(after, column, is_candidate)
     mask = is_candidate[:, None] & is_row[None, :]
