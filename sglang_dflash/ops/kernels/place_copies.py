@@ -4,7 +4,7 @@ A thread block reads the kept text once, all of it at the same time. Each lane n
 MIN_MATCH tokens. There are few, whose matches are then measured one after the other.
 
 The texts are read while the kernel before finds the candidates. So that kernel must not be the one that writes the
-texts: `write_texts` lets no kernel begin early.
+texts: `add_bigrams` and `write_texts` let no kernel begin early.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 # A lane notes its places in the bits of an int32.
 _MOST_PLACES = 32
 # Lanes for the longest text. Fewer have more places each.
-_LANES = 1024
+_LANES = 512
 
 
 @triton.jit
