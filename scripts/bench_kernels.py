@@ -244,11 +244,14 @@ def trees_to_grow(bs: int, args: argparse.Namespace, k: int) -> Case:
 
 
 def add_bigrams(bs: int, args: argparse.Namespace) -> Case:
+    """Add to texts too, as cycles of trees do."""
     tables = torch.zeros(bs, TABLE_SIZE, dtype=TABLE_DTYPE, device=DEVICE)
     tokens, lens = integers(args.vocab, bs, BLOCK_SIZE), accept_lens(bs)
     is_chain = torch.zeros(bs, dtype=torch.int64, device=DEVICE)
-    num_bytes = int(lens.sum()) * (8 + TABLE_DTYPE.itemsize) + bs * 4 * 8
-    return Case((tables, rows(bs), integers(args.vocab, bs), tokens, lens, is_chain), num_bytes)
+    texts = torch.zeros(bs, TEXT_SIZE, dtype=TEXT_DTYPE, device=DEVICE)
+    num_bytes = int(lens.sum()) * (8 + TABLE_DTYPE.itemsize + TEXT_DTYPE.itemsize) + bs * 5 * 8
+    of_texts = (texts, seq_lens(bs, args))
+    return Case((tables, rows(bs), integers(args.vocab, bs), tokens, lens, is_chain, *of_texts), num_bytes)
 
 
 def begin_bigrams(bs: int, args: argparse.Namespace) -> Case:
@@ -312,16 +315,17 @@ def tables_and_trees(bs: int, args: argparse.Namespace, k: int) -> Case:
 
 
 def grow_with_copies(bs: int, args: argparse.Namespace) -> Case:
-    """Make `grow_from_wide_table` with texts whose last tokens are written and then found earlier."""
+    """Make `grow_from_wide_table` with texts whose last tokens are added and then found earlier."""
     trees, copies = grow_from_wide_table(bs, args), place_copies(bs, args)
     texts, slots, lens, is_chain, candidates, logits = copies.arguments
     accepted = accept_lens(bs)
-    starts = lens + 1 - accepted
+    before = lens - accepted
     # They are in the texts already.
-    places = (starts[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)) % TEXT_SIZE
-    written = (texts, slots, starts, texts[slots[:, None], places].long(), accepted, is_chain)
+    places = (before[:, None] + torch.arange(1 + BLOCK_SIZE, device=DEVICE)) % TEXT_SIZE
+    known = texts[slots[:, None], places].long()
     table, *of_trees = trees.arguments
-    arguments = (written, (texts, slots, lens, is_chain), (candidates, logits, *table[2:]), *of_trees)
+    added = (table[5], slots, known[:, 0], known[:, 1:].contiguous(), accepted, is_chain, texts, before)
+    arguments = (added, (texts, slots, lens, is_chain), (candidates, logits, *table[2:]), *of_trees)
     return Case(arguments, trees.num_bytes + copies.num_bytes - candidates.nbytes)
 
 
@@ -652,16 +656,16 @@ def fill_and_grow(package: str, of_table: tuple, bonus_tokens: torch.Tensor, of_
 
 
 def copy_and_grow(
-    package: str, written: tuple, of_texts: tuple, of_table: tuple, bonus_tokens: torch.Tensor, of_trees: tuple
+    package: str, added: tuple, of_texts: tuple, of_table: tuple, bonus_tokens: torch.Tensor, of_trees: tuple
 ) -> tuple:
-    """Make :func:`fill_and_grow` with copies, and write tokens.
+    """Make :func:`fill_and_grow` with copies, and add tokens.
 
     The kernel before `place_copies` is `grow_trees`. It lets `place_copies` begin early, as `shortlist_top` does in a
     cycle.
     """
     copies = twin("place_copies", package)(*of_texts, *of_table[:2])
     table = twin("fill_table", package)(*of_table, *copies)
-    twin("write_texts", package)(*written)
+    twin("add_bigrams", package)(*added)
     twin("grow_trees", package)(bonus_tokens, of_table[0], *table, *of_trees)
     return table
 

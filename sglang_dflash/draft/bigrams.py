@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.utils.common import async_h2d, async_h2d_stack
 
 from sglang_dflash import ops
+from sglang_dflash.draft.texts import Texts
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE
 from sglang_dflash.types import Acceptance
 
@@ -70,17 +71,22 @@ class Bigrams:
         bonus_tokens: torch.Tensor,
         accepted: Acceptance,
         is_left_out: torch.Tensor | None = None,
+        texts: Texts | None = None,
+        seq_lens: torch.Tensor | None = None,
     ) -> None:
-        """Add the tokens that requests have accepted in a cycle.
+        """Add the tokens that requests have accepted in a cycle, to their texts too.
 
         Args:
             rows: [n] int64. Rows of `req_to_token`.
             bonus_tokens: [n] int64. First tokens of their blocks. May be strided.
             accepted: of the same requests.
             is_left_out: [n] int64. 1 for requests that are left out. None: all are added.
+            texts: of all running requests. None: there are none.
+            seq_lens: [n] int64. Positions of `bonus_tokens`, which `texts` need.
         """
         is_left_out = torch.zeros_like(rows) if is_left_out is None else is_left_out
-        ops.add_bigrams(self.tables, rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_left_out)
+        added = (rows, bonus_tokens, accepted.out_tokens, accepted.accept_lens, is_left_out)
+        ops.add_bigrams(self.tables, *added, None if texts is None else texts.tokens, seq_lens)
 
 
 def _texts(reqs: list[Req], last_is_apart: bool = False) -> np.ndarray:

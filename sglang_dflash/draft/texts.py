@@ -11,15 +11,16 @@ from sglang.srt.utils.common import async_h2d_stack
 
 from sglang_dflash import ops
 from sglang_dflash.ops.copies import NO_TOKEN, TEXT_DTYPE, TEXT_SIZE
-from sglang_dflash.types import Acceptance, Block
+from sglang_dflash.types import Block
 
 
 class Texts:
     """The last tokens of each running request's text; see :mod:`sglang_dflash.ops.copies`.
 
-    They are kept on the device and include what the last cycle committed, which the host has not seen yet. All
-    tensor-parallel ranks have the same texts. How long a text is follows from the request's sequence length. So a slot
-    needs no clearing: tokens of an earlier request are at places that the text has not reached.
+    They are kept on the device and include what the last cycle committed, which the host has not seen yet.
+    `Bigrams.add` writes it. All tensor-parallel ranks have the same texts. How long a text is follows from the
+    request's sequence length. So a slot needs no clearing: tokens of an earlier request are at places that the text has
+    not reached.
 
     Attributes:
         tokens: [request slots, TEXT_SIZE] int32. CUDA graphs hold its address.
@@ -57,24 +58,6 @@ class Texts:
     def begin_transferred(self, batch: ScheduleBatch) -> None:
         """Begin texts of requests that another server has prefilled. Their first token is in their output."""
         self._write(batch.req_pool_indices, [_known(req.origin_input_ids, req.output_ids) for req in batch.reqs])
-
-    def add(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        accepted: Acceptance,
-        is_left_out: torch.Tensor | None = None,
-    ) -> None:
-        """Add the tokens that requests have accepted in a cycle.
-
-        Args:
-            rows: [n] int64. Rows of `req_to_token`.
-            seq_lens: [n] int64. Positions of the last tokens before the cycle.
-            accepted: of the same requests.
-            is_left_out: [n] int64. 1 for requests that are left out. None: all are added.
-        """
-        is_left_out = torch.zeros_like(rows) if is_left_out is None else is_left_out
-        ops.write_texts(self.tokens, rows, seq_lens + 1, accepted.out_tokens, accepted.accept_lens, is_left_out)
 
     def _append(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write one token of each request, [n] integers, at its position."""

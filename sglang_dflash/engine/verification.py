@@ -72,6 +72,7 @@ class Verification(ABC):
         block_size: int,
         simulation: Simulation,
         bigrams: Bigrams,
+        texts: Texts | None,
     ) -> None:
         """
         Args:
@@ -80,10 +81,11 @@ class Verification(ABC):
             block_size: B.
             simulation: replaces what is drafted and accepted, for benchmarks.
             bigrams: pairs of tokens in the texts of all running requests.
+            texts: of all running requests. None: nothing is copied from them.
         """
         self.num_tokens = num_tokens
         self._target_runner, self._block_size, self._simulation = target_runner, block_size, simulation
-        self._bigrams = bigrams
+        self._bigrams, self._texts = bigrams, texts
 
     # --- memory and attention -----------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Verification(ABC):
         """
         accepted = ops.accept_prefix(block_tokens, target_tokens.view_as(block_tokens), seq_lens)
         accepted = self._simulation.accept(accepted, block_tokens, seq_lens)
-        self._bigrams.add(req_pool_indices, block_tokens[:, 0], accepted, is_undecided)
+        self._bigrams.add(req_pool_indices, block_tokens[:, 0], accepted, is_undecided, self._texts, seq_lens)
         return accepted
 
     @abstractmethod
@@ -237,7 +239,7 @@ class ChainVerification(Verification):
             target_runner, block_size, simulation, bigrams: see :class:`Verification`.
             attention: in graphs, instead of the target's own; None: the target's own.
         """
-        super().__init__(target_runner, block_size, block_size, simulation, bigrams)
+        super().__init__(target_runner, block_size, block_size, simulation, bigrams, texts=None)
         self._attention = attention
         self._path = torch.arange(block_size, device=target_runner.device)[None]
 
@@ -322,15 +324,14 @@ class TreeVerification(Verification):
     ) -> None:
         """
         Args:
-            target_runner, num_tokens, block_size, simulation, bigrams: see :class:`Verification`.
+            target_runner, num_tokens, block_size, simulation, bigrams, texts: see :class:`Verification`.
             attention: of the target's layers with KV.
             num_candidates: K.
-            texts: of all running requests.
             counts_accepted: fill `Verified.tree_counts`.
         """
-        super().__init__(target_runner, num_tokens, block_size, simulation, bigrams)
+        super().__init__(target_runner, num_tokens, block_size, simulation, bigrams, texts)
         self._attention, self._eager_backend = attention, attention.of_target()
-        self._num_candidates, self._texts = num_candidates, texts
+        self._num_candidates = num_candidates
         # By the nodes of a tree: see `Verified.tree_counts`. CUDA graphs hold its address.
         self._counts = None
         if counts_accepted:
@@ -418,8 +419,8 @@ class TreeVerification(Verification):
         accepted = self._simulation.accept(accepted, tokens[:, :draft_length], batch.seq_lens)
         self._simulation.set_paths(paths)
         # Chains are decided later: see `accept_chains`.
-        self._bigrams.add(batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
-        self._texts.add(batch.req_pool_indices, batch.seq_lens, accepted, block.is_chain)
+        requests = (batch.req_pool_indices, tokens[:, 0], accepted, block.is_chain)
+        self._bigrams.add(*requests, self._texts, batch.seq_lens)
         self._attention.move_kv(slots, paths, accepted.accept_lens)
         rows = paths + torch.arange(0, slots.numel(), slots.shape[1], device=paths.device)[:, None]
         counts = None
@@ -436,18 +437,6 @@ class TreeVerification(Verification):
                 batch.req_pool_indices,
             )
         return Verified(accepted, output.hidden_states[rows.view(-1)], paths, counts)
-
-    def accept_chains(
-        self,
-        block_tokens: torch.Tensor,
-        target_tokens: torch.Tensor,
-        seq_lens: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        is_undecided: torch.Tensor | None = None,
-    ) -> Acceptance:
-        accepted = super().accept_chains(block_tokens, target_tokens, seq_lens, req_pool_indices, is_undecided)
-        self._texts.add(req_pool_indices, seq_lens, accepted, is_undecided)
-        return accepted
 
     def context_slots(self, batch: ForwardBatch, block: Block, draft_runner: ModelRunner) -> torch.Tensor:
         return block.out_cache_loc

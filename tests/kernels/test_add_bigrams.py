@@ -28,6 +28,31 @@ def test_matches_reference(bs, width, vocab, device):
     assert bs == 0 or not torch.equal(got, before)
 
 
+@pytest.mark.parametrize(("bs", "width", "size"), [(0, 16, 64), (1, 1, 64), (5, 7, 16), (33, 16, 16)])
+def test_texts_are_written_too(bs, width, size, device):
+    """Tokens follow the one before the cycle. Texts longer than the ring continue at its beginning."""
+    args = [
+        torch.randperm(bs + 3, device=device)[:bs],
+        *torch.randint(0, 2**31 - 1, (bs, width + 1), device=device).split((1, width), dim=1),
+        torch.randint(0, width + 1, (bs,), device=device),
+        torch.arange(bs, device=device) % 3 // 2,
+    ]
+    args[1] = args[1][:, 0]
+    seq_lens = torch.randint(0, 4 * size, (bs,), device=device)
+    tables = torch.zeros(bs + 3, TABLE_SIZE, dtype=torch.int16, device=device)
+    before = torch.randint(-(2**31), -1, (bs + 3, size), dtype=torch.int32, device=device)
+    got, want = (tables.clone(), before.clone()), (tables.clone(), before.clone())
+    add_bigrams(got[0], *args, got[1], seq_lens)
+    reference(want[0], *args, want[1], seq_lens)
+    assert all(map(torch.equal, got, want))
+    reference(tables, *args)
+    assert torch.equal(got[0], tables)
+    for row, first, count, out, tokens in zip(args[0], seq_lens, args[3], args[4], args[2], strict=True):
+        places = (first + 1 + torch.arange(count * (1 - out), device=device)) % size
+        assert torch.equal(got[1][row, places].long(), tokens[: len(places)])
+        assert int((got[1][row] != before[row]).sum()) == len(places)
+
+
 @pytest.mark.parametrize("add", [add_bigrams, reference])
 def test_the_newest_of_pairs_that_share_a_place_is_found(add, device):
     firsts, seconds = torch.meshgrid(*[torch.arange(400, device=device)] * 2, indexing="ij")

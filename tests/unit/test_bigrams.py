@@ -69,14 +69,12 @@ class Served:
         for accepted in (by_graph, decided):
             accepted.out_tokens.copy_(torch.tensor([draw(WIDTH) for _ in places]))
             accepted.accept_lens.copy_(torch.randint(1, WIDTH + 1, (len(places),)))
-        self.bigrams.add(rows, bonus, by_graph, is_chain)
-        self.copied.add(rows, seq_lens, by_graph, is_chain)
+        self.bigrams.add(rows, bonus, by_graph, is_chain, self.copied, seq_lens)
         index = is_chain.nonzero()[:, 0]
         again = Acceptance.empty(len(index), WIDTH, "cpu")
         again.out_tokens.copy_(decided.out_tokens[index])
         again.accept_lens.copy_(decided.accept_lens[index])
-        self.bigrams.add(rows[index], bonus[index], again)
-        self.copied.add(rows[index], seq_lens[index], again)
+        self.bigrams.add(rows[index], bonus[index], again, None, self.copied, seq_lens[index])
         for place, i in enumerate(places):
             accepted = decided if i in fallback else by_graph
             self.texts[i] += accepted.out_tokens[place, : accepted.accept_lens[place]].tolist()

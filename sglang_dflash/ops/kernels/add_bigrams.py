@@ -1,4 +1,4 @@
-"""Update of bigram tables with the tokens of a cycle, in one launch with one warp per request."""
+"""Update of bigram tables and texts with the tokens of a cycle, in one launch with one warp per request."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ def _add_bigrams_kernel(
     tokens,
     lens,
     is_chain,
+    texts,
+    seq_lens,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    HAS_TEXTS: tl.constexpr,
+    TEXT_SIZE: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     num_pairs = tl.where(tl.load(is_chain + request) == 0, tl.load(lens + request), 0)
@@ -57,6 +61,10 @@ def _add_bigrams_kernel(
     is_newest = tl.sum(is_taken.to(tl.int32), axis=1) == 0
     row = tl.load(req_pool_indices + request).to(tl.int64)
     tl.store(tables + row * TABLE_SIZE + slot, tag, mask=is_pair & is_newest)
+    if HAS_TEXTS:
+        token = tl.load(tokens + index, mask=is_pair, other=0)
+        place = (tl.load(seq_lens + request) + 1 + index) & (TEXT_SIZE - 1)
+        tl.store(texts + row * TEXT_SIZE + place, token.to(tl.int32), mask=is_pair)
 
 
 def add_bigrams(
@@ -66,9 +74,13 @@ def add_bigrams(
     tokens: torch.Tensor,
     lens: torch.Tensor,
     is_chain: torch.Tensor,
+    texts: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
 ) -> None:
     """See :func:`sglang_dflash.ops.reference.add_bigrams.add_bigrams`."""
     bs, width = tokens.shape
+    size = 1 if texts is None else texts.shape[1]
+    assert size & (size - 1) == 0 and (texts is None or texts.is_contiguous())
     if bs:
         _add_bigrams_kernel[(bs,)](
             tables,
@@ -78,7 +90,12 @@ def add_bigrams(
             tokens.contiguous(),
             lens,
             is_chain,
+            # Any valid pointer will do where there are none.
+            tables if texts is None else texts,
+            lens if seq_lens is None else seq_lens,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
+            HAS_TEXTS=texts is not None,
+            TEXT_SIZE=size,
             num_warps=1,
         )
