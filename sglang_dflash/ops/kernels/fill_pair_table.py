@@ -21,9 +21,9 @@ _HIGH_BITS = tl.constexpr(-(2**13))
 # A dimension of a product has at least this many numbers. Also the most candidates.
 _PADDED = 16
 # Numbers of a vector that a warp multiplies at a time.
-_NUMBERS = 32
+_NUMBERS = 64
 _WARPS = 4
-# The loads of one step fewer than this are on the way at the same time: all of vectors of rank 256.
+# The loads of one step fewer than this are on the way at the same time. Vectors of rank 256 take one step.
 _STAGES = 3
 
 
