@@ -1,5 +1,6 @@
 """Prefill and decode Engines on one GPU and on two, KV over Mooncake: text up to ties, acceptance of one Engine."""
 
+import importlib.metadata
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,8 @@ from support.engine_process import EngineProcess
 from support.ties import compare, tokens_per_cycle
 
 pytest.importorskip("mooncake.engine")
+if any(d.name == "mooncake-transfer-engine-non-cuda" for d in importlib.metadata.distributions()):
+    pytest.skip("Mooncake's wheel without CUDA cannot read a GPU's memory", allow_module_level=True)
 
 ENV = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 FLAGS = {"attention_backend": "fa3"}

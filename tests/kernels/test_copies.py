@@ -100,7 +100,8 @@ def test_copies_are_found_as_by_trying_all_places(lens, size, vocab, depths, k, 
     is_chain = (torch.arange(len(lens), device=device) == 1).long()
     candidates = torch.rand(len(lens), depths, 1000, device=device).argsort(dim=-1)[..., :k].contiguous()
     # Some copied tokens are candidates already.
-    candidates[:, ::2, 0] = rings[slots[:, None], (seq_lens[:, None] - 3 - torch.arange(depths)[::2]) % size].long()
+    steps = torch.arange(0, depths, 2, device=device)
+    candidates[:, ::2, 0] = rings[slots[:, None], (seq_lens[:, None] - 3 - steps) % size].long()
     logits = torch.randn(candidates.shape, device=device)
     results = []
     for place in (place_copies, place_reference):
