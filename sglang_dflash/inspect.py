@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from sglang_dflash.checkpoint import formats
-from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.config import DEFAULT_CANDIDATES, DFlashConfig, TargetFacts, check_checkpoint_path
+from sglang_dflash.checkpoint.draft_memory import DraftMemory
 from sglang_dflash.checkpoint.mask_embedding import FILE, read_mask_embedding
 from sglang_dflash.checkpoint.tensors import (
     check_quantized_layers,
@@ -63,6 +64,11 @@ class Inspection:
         """Bytes of all weights as they are loaded: float8 where the checkpoint has it, else in `dtype`."""
         return weight_bytes(self.drafter, self.dtype.itemsize)
 
+    @property
+    def cycle_memory(self) -> DraftMemory:
+        """Memory of one request's drafts with the checkpoint's block size in `dtype`, on one GPU."""
+        return DraftMemory.of(self.drafter, self.drafter.block_size, DEFAULT_CANDIDATES, self.dtype.itemsize)
+
     def to_dict(self) -> dict:
         """Return the JSON object of `--json`."""
         if self.drafter is None:
@@ -77,6 +83,7 @@ class Inspection:
             "part_bytes": self.part_bytes,
             "has_mask_embedding": self.has_mask_embedding,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "cycle_bytes_per_request": asdict(self.cycle_memory),
             "mismatches": self.mismatches,
         }
 
@@ -95,6 +102,8 @@ class Inspection:
                 yield f"mask embedding   its own ({FILE})"
             in_dtype = f"{self.kv_bytes_per_token} bytes in {str(self.dtype).removeprefix('torch.')}"
             yield f"KV per token     {in_dtype}, {self.drafter.kv_bytes_per_token(itemsize=1)} in fp8"
+            parts = ", ".join(f"{name} {size}" for name, size in asdict(self.cycle_memory).items() if size)
+            yield f"cycle memory     per request, in bytes: {parts}"
         yield f"mismatches       {len(self.mismatches) or 'none'}"
         for mismatch in self.mismatches:
             yield f"  {mismatch}"

@@ -18,7 +18,7 @@ from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
 from sglang_dflash.ops import small_m_linear
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, GROUP, quantize_rows
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.vocab.shard import vocab_parts
 
@@ -99,6 +99,15 @@ class Shortlist:
 def is_used() -> bool:
     """Return whether a shortlist chooses the drafts of this process."""
     return len(_shortlists) > 0
+
+
+def row_bytes(num_columns: int, hidden_size: int) -> int:
+    """Return the bytes that a shortlist keeps of one draft's logits while it chooses tokens; an upper bound.
+
+    It keeps the best column and a sum of each group, and the hidden state in float8.
+    """
+    num_groups = -(-num_columns // GROUP)
+    return num_groups * (torch.int32.itemsize + torch.float32.itemsize) + hidden_size + torch.float32.itemsize
 
 
 def weights_have_changed() -> None:

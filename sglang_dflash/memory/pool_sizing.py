@@ -15,11 +15,13 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
 
 from sglang_dflash.attention.plan import INDEX_DTYPES
+from sglang_dflash.checkpoint.draft_memory import DraftMemory
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.pair import load_drafter_config
+from sglang_dflash.server_args.trees import num_candidates
 from sglang_dflash.verify import sampler
 
 logger = logging.getLogger(__name__)
@@ -73,8 +75,9 @@ class CycleMemory:
 
     Attributes:
         logits: the target's logits of all verified tokens (see `logit_bytes`).
-        draft_logits: the drafter's logits of a block's draft tokens, in this rank's shard of the vocabulary. 0 if a
-            shortlist chooses the drafts.
+        draft_logits: the drafter's logits of a block's draft tokens, in this rank's shard of the vocabulary, or what a
+            shortlist keeps of them.
+        table, pairs, convolutions: see :class:`sglang_dflash.checkpoint.draft_memory.DraftMemory`.
         sampler: peak of SGLang's sampler for the requests that need it.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
         context: copies of the drafter's k and v projections of all layers.
@@ -82,6 +85,9 @@ class CycleMemory:
 
     logits: int
     draft_logits: int
+    table: int
+    pairs: int
+    convolutions: int
     sampler: int
     indices: int
     context: int
@@ -104,10 +110,12 @@ class CycleMemory:
         index_bytes *= 1 + configurator.is_hybrid_swa
         capture = configurator.spec_aux_config
         drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
+        of_drafts = asdict(_draft_memory(configurator))
         num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
             logits=requests * block_size * model_config.vocab_size * logit_bytes(configurator),
             draft_logits=requests * _draft_logit_bytes(configurator),
+            **{name: requests * num_bytes for name, num_bytes in of_drafts.items()},
             sampler=at_a_time * (SEEDED_SAMPLER_COPIES if is_seeded else SAMPLER_COPIES),
             indices=captured * model_config.context_len * index_bytes,
             context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
@@ -136,14 +144,25 @@ def logit_bytes(configurator: KVCacheConfigurator) -> int:
 
 
 def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
-    """Return the bytes of the drafter's logits of one request."""
-    if shortlist.is_used():
-        return 0
+    """Return the bytes of the drafter's logits of one request, or of what a shortlist keeps of them."""
     drafter = load_drafter_config(configurator.server_args)
     vocab_size = drafter.draft_vocab_size or configurator.model_config.vocab_size
     columns = pad_vocab_size(vocab_size) // get_parallel().tp_size
-    num_drafts = get_spec().speculative_dflash_block_size - 1
-    return num_drafts * columns * configurator.model_dtype.itemsize
+    row = columns * configurator.model_dtype.itemsize
+    if shortlist.is_used():
+        row = shortlist.row_bytes(columns, drafter.hidden_size)
+    return (get_spec().speculative_dflash_block_size - 1) * row
+
+
+def _draft_memory(configurator: KVCacheConfigurator) -> DraftMemory:
+    """Return the memory of the table of one request's drafts, and of the drafter's optional parts."""
+    return DraftMemory.of(
+        load_drafter_config(configurator.server_args),
+        get_spec().speculative_dflash_block_size,
+        num_candidates(configurator.server_args),
+        configurator.model_dtype.itemsize,
+        get_parallel().tp_size,
+    )
 
 
 def leave_memory_for_cycles(

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from support.peak_memory import PeakMemory
 
+from sglang_dflash.draft.shortlist import row_bytes
 from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
 from sglang_dflash.ops.reference.shortlist_top import GROUP, quantize_rows
 from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
@@ -55,6 +57,17 @@ def test_matches_reference(bs, rows, columns, depth, k, has_sums, dtype, device)
     x, weight, *_ = arguments
     of_columns = (weight[columns].float() * x.flatten(0, 1).float()[:, None]).sum(dim=-1)
     torch.testing.assert_close(logits, of_columns, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("columns", [1024, 1100])
+def test_memory_is_in_the_budget(columns, device):
+    """The server leaves room for what exists at a time, besides the results."""
+    bs, rows, depth, k = 2, 3, 512, 4
+    arguments = (*operands(bs, rows, columns, depth, k, torch.bfloat16, device), True)
+    with PeakMemory(*(argument for argument in arguments if isinstance(argument, torch.Tensor))) as memory:
+        results = shortlist_top(*arguments)
+    allocated = memory.peak - sum(result.nbytes for result in results)
+    assert allocated <= bs * rows * row_bytes(columns, depth) <= 1.2 * allocated
 
 
 @pytest.mark.parametrize("k", [2, 8])

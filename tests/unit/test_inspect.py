@@ -36,6 +36,8 @@ def test_tiny_pair(capsys):
     assert status == 0 and found["mismatches"] == []
     # Keys and values of 3 layers with 2 heads of 64, in bfloat16.
     assert found["kv_bytes_per_token"] == 2 * 3 * 2 * 64 * 2
+    # 15 drafts of 16 candidates.
+    assert found["cycle_bytes_per_request"] == {"table": 15 * 16 * (16 * 5 + 12), "pairs": 0, "convolutions": 0}
     drafter = found["drafter"]
     assert drafter["layers"] == [
         {"window": 64, "causal": True},
@@ -56,6 +58,7 @@ def test_text(capsys):
         "0 sliding 64, causal",
         "2 full, bidirectional",
         "KV per token 1536 bytes in bfloat16, 768 in fp8",
+        "cycle memory per request, in bytes: table 22080",
         "mismatches none",
     ):
         assert line in lines

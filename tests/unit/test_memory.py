@@ -158,6 +158,9 @@ def test_graphs_share_the_memory_of_logits(flags, rows):
     assert memory.logits == rows * model.vocab_size * DTYPE.itemsize
     # All tokens of a block but the bonus token.
     assert memory.draft_logits == rows // 16 * 15 * model.vocab_size * DTYPE.itemsize
+    # 16 candidates with tokens and logits, and a table of log probabilities and numbers of candidates.
+    assert memory.table == rows // 16 * 15 * 16 * (16 * (4 + 1) + 8 + 4)
+    assert memory.pairs == memory.convolutions == 0
     # 3 layers, 2 KV heads of 64, and a hidden size of 256.
     assert memory.context == 3 * 2 * 2 * 64 * 256 * DTYPE.itemsize
 
@@ -173,7 +176,7 @@ def test_graphs_share_the_memory_of_logits(flags, rows):
     ],
 )
 def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
-    """They are in the budget, unless a shortlist finds the best tokens without them."""
+    """They are in the budget, or what a shortlist keeps to find the best tokens without them."""
     args = server_args(TARGET_DIR, drafter_with(tmp_path / "drafter", **fields), max_running_requests=8, **flags)
     model = ModelConfig.from_server_args(args)
     with served(args):
@@ -182,7 +185,35 @@ def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
         assert memory.draft_logits == 8 * numbers * DTYPE.itemsize
         assert memory.total > memory.draft_logits + memory.logits
         monkeypatch.setattr(shortlist, "_shortlists", {object()})
-        assert CycleMemory.of(kvc).draft_logits == 0
+        of_shortlist = CycleMemory.of(kvc).draft_logits
+    # The best column and a sum of each group of 64, and 256 numbers in float8 with their scale.
+    columns = 512 if numbers % 1024 else 1024
+    assert of_shortlist == 8 * numbers // columns * (columns // 64 * 8 + 256 + 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_drafts", "shares"),
+    [
+        ({}, 15, 1),
+        # Factors are gathered from the ranks, and then put in order.
+        ({"tp_size": 2}, 15, 3),
+        # The number of candidates is the checkpoint's.
+        ({"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 20}, 15, 1),
+        ({"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 8}, 7, 1),
+    ],
+)
+def test_parts_are_in_the_budget(tmp_path, flags, num_drafts, shares):
+    config = json.loads((DRAFTER_DIR / "config.json").read_text())["dflash_config"]
+    config |= {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+    drafter = drafter_with(tmp_path / "drafter", dflash_config=config)
+    args = server_args(TARGET_DIR, drafter, max_running_requests=8, **flags)
+    model = ModelConfig.from_server_args(args)
+    with served(args):
+        memory = CycleMemory.of(configurator(args, model, DTYPE))
+    assert memory.table == 8 * num_drafts * 5 * (5 * (4 + 1) + 8 + 4)
+    assert memory.pairs == 8 * num_drafts * 6 * DTYPE.itemsize * shares
+    # Two weights for each tap and group of channels, and the convolved row.
+    assert memory.convolutions == 8 * (num_drafts + 1) * (2 * 3 * 256 // 4 + 256) * DTYPE.itemsize
 
 
 def test_a_prefill_server_has_no_memory_for_cycles():
