@@ -118,7 +118,8 @@ class Drafts:
     def after(self, first: int | None, depth: int) -> Tensor:
         """Return log probabilities [V] of the tokens at a depth >= 1 after the draft `first`; None is the bonus token.
 
-        With M tokens that match before it, the copy's token has M / (M + 4) of the probability, at most 0.95.
+        With M tokens that match before it, the copy's token has M / (M + 4) of the probability, at most 0.95. The
+        drafter adds to it where the token may follow without a copy.
         """
         row, column = self.drafted(first, depth), self.copied(first, depth)
         if column is None:
@@ -126,19 +127,23 @@ class Drafts:
         matching = self.copy[1] + depth - 1
         weight = min(0.95, matching / (matching + 4))
         mixed = row + math.log1p(-weight)
-        mixed[column] = math.log(weight + (1 - weight) * float(row[column].exp()))
+        is_child = column in self.columns[depth - 1][self._drafted_ranks(row, depth)].tolist()
+        mixed[column] = math.log(weight + (1 - weight) * float(row[column].exp()) * is_child)
         return mixed
 
     def children(self, first: int | None, depth: int) -> list[tuple[int, float]]:
         """Return the candidates at a depth >= 1 that may follow `first`, the most probable first: rank and log
         probability."""
         columns = self.columns[depth - 1]
-        drafted = self.drafted(first, depth)[columns].sort(descending=True, stable=True).indices
-        ranks = drafted[: self.num_children].tolist()
+        ranks = self._drafted_ranks(self.drafted(first, depth), depth)
         if (column := self.copied(first, depth)) is not None and column not in columns[ranks].tolist():
             ranks.append(columns.tolist().index(column))
         row = self.after(first, depth)[columns].tolist()
         return sorted(((rank, row[rank]) for rank in ranks), key=lambda child: -child[1])
+
+    def _drafted_ranks(self, row: Tensor, depth: int) -> list[int]:
+        """Return the candidates at a depth >= 1 that may follow without a copy, for what :meth:`drafted` returns."""
+        return row[self.columns[depth - 1]].sort(descending=True, stable=True).indices[: self.num_children].tolist()
 
     def drafted(self, first: int | None, depth: int) -> Tensor:
         """Return what :meth:`after` would be without a copy.
