@@ -231,6 +231,24 @@ def speculators_dflash2(path: Path) -> Path:
     return write(path, config, tensors() | tensors_of_parts(codebook_suffix=".weight"))
 
 
+def identity_dflash2(path: Path) -> tuple[Path, Path]:
+    """Write parts that change nothing, and the drafter without parts.
+
+    Rows are convolved with themselves alone, and every pair scores 0. Pairs are normalised over the candidates, and
+    positions without pairs over the vocabulary. A large factor leaves little probability outside the candidates.
+    """
+    inner = CONFIG["dflash_config"] | {"output_multiplier": 6.0}
+    parts = tensors_of_parts()
+    for name, tensor in parts.items():
+        tensor.zero_()
+        if name.endswith("base_kernel"):
+            tensor[:, 0] = 1
+    config = CONFIG | {"architectures": ["DFlash2DraftModel"]}
+    config |= {"dflash_config": inner | PARTS | {"selector_top_k": 16}}
+    plain = write(path.with_name(f"{path.name}_plain"), CONFIG | {"dflash_config": inner}, tensors())
+    return write(path, config, tensors() | parts), plain
+
+
 def hybrid_dflash2(path: Path) -> Path:
     """Write the same parts for the hybrid pair's target."""
     config = json.loads((HYBRID_DRAFTER_DIR / "config.json").read_text())
@@ -289,13 +307,12 @@ def quantized_weights(path: Path) -> tuple[Path, Path]:
     return write_both(path, config, *quantize(weights, linear_layers(weights), "tensor"))
 
 
-# In groups of two, so that two servers can start together.
+# In groups, whose servers start together.
 QUANTIZED = [(quantized_dynamic, quantized_static), (quantized_blocks, quantized_weights)]
 FORMATS = [
     (speculators_symmetric, speculators_reduced),
     (zlab_new_places, zlab_default_layers),
     (speculators_anchor, deepspec),
     (zlab_dflash2, speculators_dflash2),
-    (deepspec_markov, speculators_gated),
-    (zlab_mask_embedding, speculators_dflash2),
+    (deepspec_markov, speculators_gated, zlab_mask_embedding),
 ]

@@ -440,9 +440,9 @@ class ServerKeeper:
     def server(self, settings: Settings, dflash: bool) -> Server:
         return self._get([(settings, dflash)])[0]
 
-    def two(self, first: Settings, second: Settings) -> tuple[Server, Server]:
-        """Return two servers with DFLASH, which start at the same time."""
-        return tuple(self._get([(first, True), (second, True)]))
+    def together(self, *settings: Settings) -> list[Server]:
+        """Return servers with DFLASH that start at the same time, at most CAPACITY."""
+        return self._get([(each, True) for each in settings])
 
     def stop(self) -> None:
         for key in list(self._servers):

@@ -67,7 +67,7 @@ def test_checkpoints(writers, keeper, prompts, mixed_prompts, tmp_path):
     ]
     some = [*prompts[:6], mixed_prompts[0], mixed_prompts[-1]]
 
-    for server, oracle in zip(keeper.two(*settings), oracles):
+    for server, oracle in zip(keeper.together(*settings), oracles):
         answers = server.generate(some, max_new_tokens=64)
 
         for prompt, answer in zip(some, answers):
