@@ -103,7 +103,8 @@ class Draws:
             positions: [n] int64. Position of the last token.
         """
         maxima, tokens = ops.row_max(logits)
-        ops.sample_rows(logits, maxima, tokens, self.parameters, self.keys, positions)
+        # The kernel reads positions side by side. An expanded tensor has one.
+        ops.sample_rows(logits, maxima, tokens, self.parameters, self.keys, positions.contiguous())
         return tokens
 
 
