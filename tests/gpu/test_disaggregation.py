@@ -10,15 +10,17 @@ from pairs import TIE, flat, pair_calls, plain_answers
 from support.engine_process import EngineProcess
 from support.ties import compare, tokens_per_cycle
 
-pytest.importorskip("mooncake.engine")
-if any(d.name == "mooncake-transfer-engine-non-cuda" for d in importlib.metadata.distributions()):
-    pytest.skip("Mooncake's wheel without CUDA cannot read a GPU's memory", allow_module_level=True)
-
+# Mooncake's wheel without CUDA cannot read a GPU's memory.
+WHEELS = {"mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"}
 ENV = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 FLAGS = {"attention_backend": "fa3"}
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    WHEELS.isdisjoint(distribution.name for distribution in importlib.metadata.distributions()),
+    reason="needs one of Mooncake's wheels with CUDA",
+)
 @pytest.mark.group("disaggregation-{gpus}")
 @pytest.mark.parametrize("shape", ["chains", "trees"])
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.alone(gpus=2))])

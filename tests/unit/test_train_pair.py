@@ -276,7 +276,7 @@ def test_drafter_for_a_target_that_is_there(tmp_path):
     for trained in (conv.kernel_projection.weight, selector.successor_codebook, conv.base_kernel[:, 1]):
         assert trained.any()
     assert (conv.base_kernel[:, 0] - 1).abs().max() < 0.1
-    assert (tmp_path / "pair/drafter/model.safetensors").stat().st_size < 2**20
+    assert (tmp_path / "pair/drafter/model.safetensors").stat().st_size < 1100 * 1000
     measured = json.loads((tmp_path / "work/eval.json").read_text())
     # The batch-1 algorithm is the chain of 16 candidates.
     tokens_per_cycle, _ = measured["tokens_per_cycle"]["greedy"]["of_kinds"]["chain, 16 candidates"]
