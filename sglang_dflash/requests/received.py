@@ -57,6 +57,9 @@ def _check(recv_req: TokenizedGenerateReqInput, scheduler: Scheduler) -> None:
     model_config, params = scheduler.model_config, recv_req.sampling_params
     if not params.is_normalized:
         params.normalize(scheduler.tokenizer)
+    if params.max_new_tokens == 0:
+        # Before several answers (`n`) SGLang asks for no token after their prompt, and keeps the least length.
+        params.min_new_tokens = 0
     params.verify(model_config.vocab_size)
     check_read_params(params, model_config.vocab_size)
     check_logprobs(recv_req, model_config.vocab_size)

@@ -128,7 +128,8 @@ def test_refusals_among_generations(pair, prompts):
     running = [{"input_ids": prompt, "max_new_tokens": 150, "ignore_eos": True} for prompt in prompts[:6]]
     refusals = [each for each in REFUSED if "weight" not in each[0]]
 
-    stream = pair.dflash.stream(prompts[7], max_new_tokens=400, ignore_eos=True)
+    # So long that it runs on while this process waits for a core.
+    stream = pair.dflash.stream(prompts[7], max_new_tokens=1200, ignore_eos=True)
     next(stream)
     with ThreadPoolExecutor(1) as threads:
         answers = threads.submit(pair.dflash.generate_concurrently, running)
@@ -137,7 +138,7 @@ def test_refusals_among_generations(pair, prompts):
             assert message in refused(pair.dflash, path, body)
         assert_same_answers(answers.result(), pair.plain.generate_concurrently(running))
 
-    expected = pair.plain.generate(prompts[7], max_new_tokens=400, ignore_eos=True)
+    expected = pair.plain.generate(prompts[7], max_new_tokens=1200, ignore_eos=True)
     assert list(stream)[-1]["output_ids"] == expected["output_ids"]
 
 

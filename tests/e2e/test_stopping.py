@@ -123,3 +123,11 @@ def test_context_limit(pair, prompts, mixed_prompts):
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
         room = CONTEXT_LENGTH - len(request["input_ids"])
         assert len(answer["output_ids"]) >= min(request["max_new_tokens"], room - 2)
+
+
+def test_several_answers_of_a_least_length(pair, prompts):
+    """SGLang prefills their prompt first, by a request of no tokens with the same least length."""
+    options = {"n": 2, "min_new_tokens": 12, "max_new_tokens": 20}
+    answers = pair.lossless(lambda server: server.generate(prompts[1], **options))
+
+    assert [len(answer["output_ids"]) for answer in answers] == [20, 20]
