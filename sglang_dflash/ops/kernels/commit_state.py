@@ -10,7 +10,7 @@ import triton.language as tl
 from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, advance
 from sglang_dflash.types import BlockInputs, States, StateSlots
 
-# Rows and columns of a state per program.
+# Rows of a state at a time, and columns per program. It was not faster with more rows on their way.
 _ROWS = 32
 _COLUMNS = 128
 _WARPS = 4
@@ -74,48 +74,51 @@ def _commit_temporal_kernel(
     is_due,
     paths,
     paths_stride,
+    width,
     NUM_KEPT: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
-    V_TILES: tl.constexpr,
     K_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head = tl.program_id(0) // (V_TILES * K_TILES)
+    head = tl.program_id(0) // K_TILES
     layer = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
+    token = tl.arange(0, W)
+    node = tl.load(paths + request * paths_stride + token, mask=token < width, other=0)
     slot, kept_slot, accept_len, kept_len = _plan(
         request, current, kept, turn, req_pool_indices, seq_lens, accept_lens, interval, is_due, NUM_KEPT
     )
     if slot == 0:
         return
-    row = tl.program_id(0) // K_TILES % V_TILES * ROWS + tl.arange(0, ROWS)
-    is_row = row < V
+    is_token = token < accept_len
     column = tl.program_id(0) % K_TILES * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < K
-    is_state = is_row[:, None] & is_column[None, :]
-    states += layer * state_layer_stride + head * V * K + row[:, None] * K + column[None, :]
-    state = tl.load(states + slot * state_stride, mask=is_state, other=0.0)
-    token = tl.arange(0, W)
-    is_token = token < accept_len
-    node = tl.load(paths + request * paths_stride + token, mask=is_token, other=0)
+    states += layer * state_layer_stride + head * V * K + column[None, :]
     key += layer * key_layer_stride + request * key_stride
     key += (node[:, None] * H + head // (HV // H)) * K + column[None, :]
-    change += layer * change_layer_stride + request * change_stride + (node[:, None] * HV + head) * V + row[None, :]
+    change += layer * change_layer_stride + request * change_stride + (node[:, None] * HV + head) * V
     log_decay += layer * log_decay_layer_stride + request * log_decay_stride + node * HV + head
-    path_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0)
-    path_change = tl.load(change, mask=is_token[:, None] & is_row[None, :], other=0.0)
+    path_key = tl.load(key, mask=is_token[:, None] & is_column[None, :], other=0.0).to(tl.float32)
     path_log_decay = tl.load(log_decay, mask=is_token, other=0.0)
-    if kept_slot > 0:
-        at_boundary = advance(state, path_key, path_change, path_log_decay, kept_len, W, PRECISION)
-        tl.store(states + kept_slot * state_stride, at_boundary, mask=is_state)
-    last = advance(state, path_key, path_change, path_log_decay, accept_len, W, PRECISION)
-    tl.store(states + slot * state_stride, last, mask=is_state)
+    for begin in tl.range(0, V, ROWS, num_stages=1):
+        row = begin + tl.arange(0, ROWS)
+        is_row = row < V
+        is_state = is_row[:, None] & is_column[None, :]
+        tile = states + row[:, None] * K
+        state = tl.load(tile + slot * state_stride, mask=is_state, other=0.0)
+        path_change = tl.load(change + row[None, :], mask=is_token[:, None] & is_row[None, :], other=0.0)
+        if kept_slot > 0:
+            at_boundary = advance(state, path_key, path_change, path_log_decay, kept_len, W, IS_SHORT, PRECISION)
+            tl.store(tile + kept_slot * state_stride, at_boundary, mask=is_state)
+        last = advance(state, path_key, path_change, path_log_decay, accept_len, W, IS_SHORT, PRECISION)
+        tl.store(tile + slot * state_stride, last, mask=is_state)
 
 
 @triton.jit
@@ -217,8 +220,8 @@ def commit_state(
         paths.stride(0),
     )
     num_kept = 0 if slots.kept is None else slots.kept.shape[1]
-    value_tiles, key_tiles = triton.cdiv(value_size, _ROWS), triton.cdiv(key_size, _COLUMNS)
-    _commit_temporal_kernel[(num_value_heads * value_tiles * key_tiles, num_layers, bs)](
+    key_tiles = triton.cdiv(key_size, _COLUMNS)
+    _commit_temporal_kernel[(num_value_heads * key_tiles, num_layers, bs)](
         states.temporal,
         *states.temporal.stride()[:2],
         inputs.key,
@@ -228,16 +231,17 @@ def commit_state(
         *inputs.change.stride()[:2],
         *inputs.log_decay.stride()[:2],
         *plan,
+        paths.shape[1],
         NUM_KEPT=num_kept,
         H=num_key_heads,
         HV=num_value_heads,
         K=key_size,
         V=value_size,
         W=max(MIN_SIZE, triton.next_power_of_2(paths.shape[1])),
-        V_TILES=value_tiles,
         K_TILES=key_tiles,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
+        IS_SHORT=inputs.key.itemsize == 2,
         PRECISION=PRECISION,
         num_warps=_WARPS,
     )

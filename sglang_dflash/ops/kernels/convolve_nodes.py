@@ -10,8 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.ops.kernels import pdl
 
 # Nodes and channels per program.
-_NODES = 16
-_CHANNELS = 64
+_NODES = 8
+_CHANNELS = 128
 _WARPS = 4
 
 

@@ -41,14 +41,14 @@ def inverse_length(squares):
 
 
 @triton.jit
-def add_product(total, x, state, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr):
-    """total + x state; x: float32, if IS_SHORT numbers of 16 bits; state: float32."""
+def add_product(total, x, y, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x y; x: float32; y: float32, if IS_SHORT numbers of 16 bits."""
     if IS_SHORT:
         # They are numbers of tf32, and a float32 is the sum of two, up to half of its last digit.
-        high = ((state.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        total = tl.dot(x, state - high, acc=total, input_precision="tf32")
-        return tl.dot(x, high, acc=total, input_precision="tf32")
-    return tl.dot(x, state, acc=total, input_precision=PRECISION)
+        high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        total = tl.dot(x - high, y, acc=total, input_precision="tf32")
+        return tl.dot(high, y, acc=total, input_precision="tf32")
+    return tl.dot(x, y, acc=total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -92,12 +92,15 @@ def invert(lower, W: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def advance(state, key, change, log_decay, num_tokens, W: tl.constexpr, PRECISION: tl.constexpr):
+def advance(
+    state, key, change, log_decay, num_tokens, W: tl.constexpr, IS_SHORT: tl.constexpr, PRECISION: tl.constexpr
+):
     """Return the state after the first `num_tokens` of W tokens of one path.
 
     Args:
         state: [V, K] float32, or a tile of it. The state before the tokens.
-        key, change, log_decay: [W, K], [W, V], [W], rows of :class:`sglang_dflash.types.BlockInputs`.
+        key, change, log_decay: [W, K], [W, V], [W] float32, rows of :class:`sglang_dflash.types.BlockInputs`.
+        IS_SHORT: the keys are numbers of 16 bits.
     """
     i, j = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
     is_token = tl.arange(0, W) < num_tokens
@@ -105,4 +108,4 @@ def advance(state, key, change, log_decay, num_tokens, W: tl.constexpr, PRECISIO
     to_the_end = tl.sum(tl.where(i > j, log_decay[:, None], 0.0), axis=0)
     change *= tl.where(is_token, tl.exp(to_the_end), 0.0)[:, None]
     decayed = state * tl.exp(tl.sum(log_decay, axis=0))
-    return tl.dot(tl.trans(change), key.to(tl.float32), acc=decayed, input_precision=PRECISION)
+    return add_product(decayed, tl.trans(change), key, IS_SHORT, PRECISION)
