@@ -140,7 +140,8 @@ MANY = {
 }
 # Answers end at their length, with any tokens.
 LONG = {"ignore_eos": True}
-PLAIN = [LONG | {"temperature": 0}, LONG | {"temperature": 1.0, "top_p": 0.9}]
+# Greedy answers of random weights repeat themselves, are copied, and end before the pool is full.
+PLAIN = [LONG | {"temperature": 1.0}, LONG | {"temperature": 1.0, "top_p": 0.9}]
 FALLBACK = [
     {"temperature": 0, "return_logprob": True},
     {"temperature": 1.0, "top_p": 0.9, "return_logprob": True},

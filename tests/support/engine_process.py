@@ -34,14 +34,17 @@ class EngineProcess:
             env: environment variables.
             folder: an empty one; None for a temporary one.
         """
-        # Imported here because the program, which is this file too, does not need it.
+        # Imported here because the program, which is this file too, does not need them.
+        from bench.ports import claim_port
         from support import processes
 
         self.folder = folder or Path(tempfile.mkdtemp(prefix="engine-"))
         # A socket's name has at most 107 characters, and folders of tests may have longer ones.
         self._address = Path(tempfile.mkdtemp(prefix="engine-")) / "socket"
         written = self.folder / "arguments.json"
-        written.write_text(json.dumps(arguments))
+        # SGLang's own choice of a free port is taken by another Engine before this one listens.
+        port, self._port_claim = claim_port()
+        written.write_text(json.dumps({"nccl_port": port} | arguments))
         self._stderr = self.folder / "stderr"
         program = [__file__, str(written), str(self._address)]
         self._process = processes.start(program, env or {}, self.folder / "stdout", self._stderr)
@@ -90,6 +93,7 @@ class EngineProcess:
         if self._connection is not None:
             self._connection.close()
         self._process.end()
+        self._port_claim.close()
         shutil.rmtree(self._address.parent)
 
 
