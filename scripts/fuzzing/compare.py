@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ EXCEPTIONS: dict[str, str] = {
     "Python set; DFLASH takes the repetition penalty last.",
     "tokens after a grammar": "With ignore_eos SGLang notices the end of a grammar one token late with xgrammar, and "
     "never with llguidance.",
+    "tied log probabilities": "Of tokens whose log probabilities are the same up to 1e-4, any may be named first.",
+    "plain server ended": "SGLang without speculation ended, and the server with DFLASH did not.",
     "log probability of no token": "With max_new_tokens of 0 there may be one log probability more.",
     "full pool": "A request that nearly fills the pool ends as early as its next two blocks might not fit.",
     "near tie": "Rounding decides between two tokens whose log probabilities are the same up to 1e-4.",
@@ -92,7 +95,7 @@ class Comparison:
         if dflash["status"] != 200:
             return []
         if request["path"] != "/generate":
-            return list(_tree_differences(dflash["answer"], plain["answer"], ""))
+            return list(self._openai_differences(request["body"], dflash["answer"], plain["answer"]))
         if "chunks" in dflash:
             bad = list(_chunk_differences(dflash["chunks"]))
             if bad:
@@ -112,11 +115,27 @@ class Comparison:
         assert name in EXCEPTIONS
         self.excused[name] += 1
 
+    def _openai_differences(self, body: dict, mine: dict, expected: dict) -> Iterator[Difference]:
+        has_grammar = "response_format" in body or any(name in body for name in GRAMMAR_FIELDS)
+        if body.get("ignore_eos") and has_grammar:
+            pairs = list(zip(mine["choices"], expected["choices"], strict=True))
+            late = [i for i, (each, other) in enumerate(pairs) if _ends_earlier(each, other)]
+            if late:
+                self._excuse("tokens after a grammar")
+                mine, expected = (_without_choices(answer, late) for answer in (mine, expected))
+        if body.get("return_hidden_states"):
+            # A last token that comes with a recomputed prompt has that prompt's states, which end with its own.
+            for choice in (choice for answer in (mine, expected) for choice in answer["choices"]):
+                if choice.get("hidden_states") and isinstance(choice["hidden_states"][0], list):
+                    self._excuse("retracted hidden states")
+                    choice["hidden_states"] = choice["hidden_states"][-1]
+        yield from _tree_differences(mine, expected, "")
+
     def _answer_differences(self, request: dict, mine: dict, expected: dict, where: str) -> list[Difference]:
         params = request["body"]["sampling_params"]
-        errors = [key for key, answer in (("dflash", mine), ("plain", expected)) if "error" in answer]
-        if errors:
-            return [] if len(errors) == 2 else [Difference(f"{where}error", mine, expected)]
+        refused = [_is_refused(answer) for answer in (mine, expected)]
+        if any(refused):
+            return [] if all(refused) else [Difference(f"{where}error", mine, expected)]
         form = list(self._form_differences(request["body"], mine, where))
         if form:
             return form
@@ -210,10 +229,23 @@ class Comparison:
                 yield from self._state_differences(request, mine, expected, path)
             elif name.startswith("input_"):
                 yield from self._prompt_differences(mine[name], expected[name], path)
+            elif name == "output_top_logprobs" and mine["completion_tokens"]:
+                yield from self._top_differences(mine[name], expected[name], path)
             elif name.startswith("output_") and not mine["completion_tokens"]:
                 self._excuse("log probability of no token")
             else:
                 yield from _tree_differences(mine[name], expected[name], path)
+
+    def _top_differences(self, mine: list, expected: list, where: str) -> Iterator[Difference]:
+        """Compare the best tokens of each position: [log probability, token, text], the best first."""
+        if len(mine) != len(expected):
+            yield Difference(f"{where}.length", len(mine), len(expected))
+            return
+        for i, (tops, others) in enumerate(zip(mine, expected, strict=True)):
+            if _names(tops) != _names(others) and _are_tied(tops, others):
+                self._excuse("tied log probabilities")
+            else:
+                yield from _tree_differences(tops, others, f"{where}[{i}]")
 
     def _prompt_differences(self, mine: Any, expected: Any, where: str) -> Iterator[Difference]:
         if isinstance(mine, list) and isinstance(expected, list) and len(mine) != len(expected):
@@ -248,6 +280,48 @@ class Comparison:
 
 def _answers(answer: Any) -> list[dict]:
     return answer if isinstance(answer, list) else [answer]
+
+
+def _ends_earlier(mine: dict, expected: dict) -> bool:
+    """Return True if a choice of an OpenAI answer is another one's beginning, and ends where its grammar does."""
+    texts = [
+        choice["text"] if "text" in choice else choice.get("message", choice)["content"] for choice in (mine, expected)
+    ]
+    return mine["finish_reason"] == "stop" and texts[1].startswith(texts[0])
+
+
+def _without_choices(answer: dict, left_out: list[int]) -> dict:
+    """Return an OpenAI answer without some of its choices, and without the number of its tokens."""
+    choices = [choice for i, choice in enumerate(answer["choices"]) if i not in left_out]
+    return {name: value for name, value in answer.items() if name != "usage"} | {"choices": choices}
+
+
+def _names(tops: list | None) -> list[int]:
+    return [token for _, token, _ in tops or ()]
+
+
+def _are_tied(mine: list, expected: list) -> bool:
+    """Return True if two lists of the best tokens have the same values, and differ in tokens of equal values only."""
+    # No number stands for minus infinity.
+    values, others = ([math.inf if top[0] is None else -top[0] for top in tops] for tops in (mine, expected))
+    if len(values) != len(others) or any(a != b and abs(a - b) > TIE for a, b in zip(values, others, strict=True)):
+        return False
+    # Tokens that tie with the last one may have been left out.
+    certain, same = (
+        {top[1] for top, value in zip(tops, of, strict=True) if value < of[-1] - TIE}
+        for tops, of in ((mine, values), (expected, others))
+    )
+    ranks = {top[1]: value for top, value in zip(mine, values, strict=True)}
+    return certain == same and all(
+        ranks[top[1]] == value or abs(ranks[top[1]] - value) <= TIE
+        for top, value in zip(expected, others, strict=True)
+        if top[1] in certain
+    )
+
+
+def _is_refused(answer: dict) -> bool:
+    """Return True for an error, also for one at the end of a stream, whose status is 200."""
+    return "error" in answer or (answer["meta_info"]["finish_reason"] or {}).get("status_code") == 400
 
 
 def _rows(states: list) -> list[list[float]]:

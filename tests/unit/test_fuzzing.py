@@ -119,3 +119,51 @@ def test_shrinking_ends_in_time():
     case = copy.deepcopy(PLAIN_CASE)
     case.rounds = [[body(temperature=0), body(temperature=1)]]
     assert shrink(case, lambda part: True, seconds=0).rounds == case.rounds
+
+
+def top(*pairs):
+    return [[value, token, None] for value, token in pairs]
+
+
+@pytest.mark.parametrize(
+    "mine, expected, found",
+    [
+        (top((-1, 4), (-2, 5)), top((-1, 4), (-2, 6)), []),
+        (top((-1, 4), (-1, 5), (-9, 1)), top((-1, 5), (-1, 4), (-9, 1)), []),
+        (top((-1, 4), (None, 0)), top((-1, 4), (None, 1)), []),
+        (top((-1, 4), (-2, 5), (-3, 6)), top((-1, 4), (-2, 7), (-3, 6)), ["meta_info.output_top_logprobs"]),
+        (top((-1, 4), (-2, 5)), top((-1, 4), (-2.5, 6)), ["meta_info.output_top_logprobs"]),
+    ],
+    ids=["last", "order", "minus infinity", "not tied", "other value"],
+)
+def test_tied_log_probabilities(mine, expected, found):
+    kinds, excused = differences(answer([4], output_top_logprobs=[mine]), answer([4], output_top_logprobs=[expected]))
+    assert kinds == found
+    assert excused == ([] if found else ["tied log probabilities"])
+
+
+@pytest.mark.parametrize(
+    "ignores_eos, text, found",
+    [
+        (True, '{"a": 1}', []),
+        (True, '{"a": 2}', ["choices.finish_reason"]),
+        (False, '{"a": 1}', ["choices.finish_reason"]),
+    ],
+    ids=["late", "other text", "without ignore_eos"],
+)
+def test_completions_end_with_their_grammar(ignores_eos, text, found):
+    mine = {"choices": [{"text": text, "finish_reason": "stop", "matched_stop": 0}], "usage": {"completion_tokens": 5}}
+    longer = {"text": '{"a": 1} more', "finish_reason": "length", "matched_stop": None}
+    body = {"response_format": {"type": "json_schema"}, "ignore_eos": ignores_eos}
+    request = {"kind": "whole", "path": "/v1/completions", "body": body}
+    comparison = Comparison(None, PLAIN_CASE)
+    outcomes = ({"status": 200, "answer": {"usage": None} | each} for each in (mine, {"choices": [longer]}))
+    kinds = [difference.kind for difference in comparison.differences(request, *outcomes)]
+    assert kinds[:1] == found
+    assert bool(comparison.excused) is not bool(found)
+
+
+def test_refused_in_a_stream():
+    refused = answer([7], finish_reason={"type": "abort", "message": "too long", "status_code": 400})
+    assert differences(refused, refused, sampling_params={"max_new_tokens": 0}) == ([], [])
+    assert differences(refused, answer([]), sampling_params={"max_new_tokens": 0}) == (["error"], [])
