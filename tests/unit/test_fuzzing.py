@@ -167,3 +167,23 @@ def test_refused_in_a_stream():
     refused = answer([7], finish_reason={"type": "abort", "message": "too long", "status_code": 400})
     assert differences(refused, refused, sampling_params={"max_new_tokens": 0}) == ([], [])
     assert differences(refused, answer([]), sampling_params={"max_new_tokens": 0}) == (["error"], [])
+
+
+def test_ruled_out_by_a_processor():
+    error = {"type": "abort", "message": "No token is left to choose: all are ruled out", "status_code": 400}
+    mine, expected = answer([1], finish_reason=error), answer([1, 2])
+    params, processor = {"regex": "ab"}, {"custom_logit_processor": "{}"}
+    assert differences(mine, expected, sampling_params=params, **processor) == ([], ["processor against grammar"])
+    assert differences(mine, expected, sampling_params=params)[0] == ["error"]
+    assert differences(mine, expected, **processor)[0] == ["error"]
+
+
+@pytest.mark.parametrize("temperature, is_excused", [(0.7, True), (0, False), (1, False)])
+def test_greedy_by_top_k(temperature, is_excused):
+    mine, expected = (answer([7], output_token_logprobs=[[value, 7, None]]) for value in (-1.0, -1.5))
+    params = {"top_k": 1, "temperature": temperature, "sampling_seed": 1}
+    kinds, excused = differences(
+        mine, expected, Case(0, "tiny", [["enable-deterministic-inference", True]], []), sampling_params=params
+    )
+    assert kinds == ([] if is_excused else ["meta_info.output_token_logprobs"])
+    assert ("greedy by top_k" in excused) is is_excused
