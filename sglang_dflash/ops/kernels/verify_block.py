@@ -173,6 +173,8 @@ def _verify_block_kernel(
     change_out += request * change_out_stride + of_node
     output += request * width * HV * V + of_node
 
+    # The kernel before lets this one start once all its programs have waited for the convolution. So queries and keys
+    # are there, and only what that kernel writes is waited for below.
     products = tl.zeros([ROWS, 2 * W], tl.float32)
     for i in tl.static_range(len(tiles)):
         column = i * COLUMNS + tl.arange(0, COLUMNS)[:, None]
