@@ -94,6 +94,9 @@ class Comparison:
         if request["kind"] == "hostile":
             fine = dflash["status"] in _STATUSES
             return [] if fine else [Difference("status", dflash["status"], f"one of {_STATUSES}")]
+        if str(plain["status"]).startswith("no answer") and not self._pair.plain.is_running():
+            self._excuse("plain server ended")
+            return []
         if dflash["status"] != plain["status"]:
             return [Difference("status", [dflash["status"], dflash["answer"]], [plain["status"], plain["answer"]])]
         if dflash["status"] != 200:
@@ -120,8 +123,7 @@ class Comparison:
         self.excused[name] += 1
 
     def _openai_differences(self, body: dict, mine: dict, expected: dict) -> Iterator[Difference]:
-        has_grammar = "response_format" in body or any(name in body for name in GRAMMAR_FIELDS)
-        if body.get("ignore_eos") and has_grammar:
+        if body.get("ignore_eos") and _has_grammar(body):
             pairs = list(zip(mine["choices"], expected["choices"], strict=True))
             late = [i for i, (each, other) in enumerate(pairs) if _ends_earlier(each, other)]
             if late:
@@ -130,9 +132,10 @@ class Comparison:
         if body.get("return_hidden_states"):
             # A last token that comes with a recomputed prompt has that prompt's states, which end with its own.
             for choice in (choice for answer in (mine, expected) for choice in answer["choices"]):
-                if choice.get("hidden_states") and isinstance(choice["hidden_states"][0], list):
+                states = choice.get("hidden_states")
+                if states and _rows(states) is states:
                     self._excuse("retracted hidden states")
-                    choice["hidden_states"] = choice["hidden_states"][-1]
+                    choice["hidden_states"] = states[-1]
         yield from _tree_differences(mine, expected, "")
 
     def _answer_differences(self, request: dict, mine: dict, expected: dict, where: str) -> list[Difference]:
@@ -187,8 +190,12 @@ class Comparison:
         params = request["body"]["sampling_params"]
         tokens, others = mine["output_ids"], expected["output_ids"]
         reason = mine["meta_info"]["finish_reason"]
-        has_grammar = any(name in params for name in GRAMMAR_FIELDS)
-        if params.get("ignore_eos") and has_grammar and reason["type"] == "stop" and tokens == others[: len(tokens)]:
+        if (
+            params.get("ignore_eos")
+            and _has_grammar(params)
+            and reason["type"] == "stop"
+            and tokens == others[: len(tokens)]
+        ):
             self._excuse("tokens after a grammar")
             return []
         if reason["type"] == "length" and tokens == others[: len(tokens)]:
@@ -212,8 +219,10 @@ class Comparison:
         if isinstance(body["input_ids"][0], list) or "n" in body["sampling_params"]:
             return False
         body = body | {"return_logprob": True, "top_logprobs_num": 2, "stream": False}
-        answer = ask(self._pair.plain, {"kind": "whole", "path": "/generate", "body": body})["answer"]
-        best, second = answer["meta_info"]["output_top_logprobs"][position][:2]
+        outcome = ask(self._pair.plain, {"kind": "whole", "path": "/generate", "body": body})
+        if outcome["status"] != 200:
+            return False
+        best, second = outcome["answer"]["meta_info"]["output_top_logprobs"][position][:2]
         return best[0] - second[0] < TIE
 
     def _left(self, request: dict, mine: dict | None, expected: dict | None) -> Iterator[Difference]:
@@ -231,7 +240,7 @@ class Comparison:
         params = request["body"]["sampling_params"]
         if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
             self._excuse("greedy by top_k")
-            fields = {name for name in fields if "logprobs" not in name}
+            fields = {name for name in fields if not re.match("output_.*logprobs", name)}
         for name in sorted(fields):
             path = f"{where}meta_info.{name}"
             if name not in mine or name not in expected:
@@ -293,6 +302,11 @@ def _answers(answer: Any) -> list[dict]:
     return answer if isinstance(answer, list) else [answer]
 
 
+def _has_grammar(params: dict) -> bool:
+    """Return True for parameters of a request, or an OpenAI body, with a grammar."""
+    return any(name in params for name in ("response_format", *GRAMMAR_FIELDS))
+
+
 def _ends_earlier(mine: dict, expected: dict) -> bool:
     """Return True if a choice of an OpenAI answer is another one's beginning, and ends where its grammar does."""
     texts = [
@@ -315,19 +329,18 @@ def _are_tied(mine: list, expected: list) -> bool:
     """Return True if two lists of the best tokens have the same values, and differ in tokens of equal values only."""
     # No number stands for minus infinity.
     values, others = ([math.inf if top[0] is None else -top[0] for top in tops] for tops in (mine, expected))
-    if len(values) != len(others) or any(a != b and abs(a - b) > TIE for a, b in zip(values, others, strict=True)):
+    if len(values) != len(others) or not all(map(_is_close, values, others)):
         return False
     # Tokens that tie with the last one may have been left out.
     certain, same = (
-        {top[1] for top, value in zip(tops, of, strict=True) if value < of[-1] - TIE}
+        {top[1]: value for top, value in zip(tops, of, strict=True) if value < of[-1] - TIE}
         for tops, of in ((mine, values), (expected, others))
     )
-    ranks = {top[1]: value for top, value in zip(mine, values, strict=True)}
-    return certain == same and all(
-        ranks[top[1]] == value or abs(ranks[top[1]] - value) <= TIE
-        for top, value in zip(expected, others, strict=True)
-        if top[1] in certain
-    )
+    return certain.keys() == same.keys() and all(_is_close(certain[token], same[token]) for token in certain)
+
+
+def _is_close(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=0, abs_tol=TIE)
 
 
 def _is_refused(answer: dict) -> bool:
@@ -337,8 +350,8 @@ def _is_refused(answer: dict) -> bool:
 
 def _is_ruled_out(body: dict, answer: dict) -> bool:
     """Return True for the error of a request whose custom logit processor and grammar leave no token."""
-    has_grammar = any(name in body["sampling_params"] for name in GRAMMAR_FIELDS)
-    return has_grammar and "custom_logit_processor" in body and "No token is left to choose" in str(answer)
+    has_both = _has_grammar(body["sampling_params"]) and "custom_logit_processor" in body
+    return has_both and "No token is left to choose" in str(answer)
 
 
 def _rows(states: list) -> list[list[float]]:

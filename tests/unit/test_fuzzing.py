@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import fuzz
 import pytest
@@ -187,3 +188,15 @@ def test_greedy_by_top_k(temperature, is_excused):
     )
     assert kinds == ([] if is_excused else ["meta_info.output_token_logprobs"])
     assert ("greedy by top_k" in excused) is is_excused
+
+
+@pytest.mark.parametrize("is_running, found", [(False, []), (True, ["status"])])
+def test_end_of_the_plain_server(is_running, found):
+    plain = SimpleNamespace(is_running=lambda: is_running)
+    comparison = Comparison(SimpleNamespace(plain=plain), PLAIN_CASE)
+    request = {"kind": "whole", "path": "/generate", "body": {"input_ids": [1], "sampling_params": {}}}
+    outcomes = {"status": 200, "answer": answer([1])}, {"status": "no answer: ConnectionError", "answer": None}
+    assert [each.kind for each in comparison.differences(request, *outcomes)] == found
+    assert list(comparison.excused) == ([] if found else ["plain server ended"])
+    # That of the other server is never excused.
+    assert [each.kind for each in comparison.differences(request, *reversed(outcomes))] == ["status"]
