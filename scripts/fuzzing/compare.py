@@ -136,6 +136,11 @@ class Comparison:
                 if states and _rows(states) is states:
                     self._excuse("retracted hidden states")
                     choice["hidden_states"] = states[-1]
+        for tops, others in zip(_openai_tops(mine), _openai_tops(expected), strict=False):
+            if tops.keys() != others.keys() and _are_tied_by_text(tops, others):
+                self._excuse("tied log probabilities")
+                tops.clear()
+                others.clear()
         yield from _tree_differences(mine, expected, "")
 
     def _answer_differences(self, request: dict, mine: dict, expected: dict, where: str) -> list[Difference]:
@@ -337,6 +342,36 @@ def _are_tied(mine: list, expected: list) -> bool:
         for tops, of in ((mine, values), (expected, others))
     )
     return certain.keys() == same.keys() and all(_is_close(certain[token], same[token]) for token in certain)
+
+
+def _openai_tops(answer: dict) -> Iterator[dict[str, float | None]]:
+    """Yield the log probability of each named text, for each position of each choice."""
+    for choice in answer["choices"]:
+        logprobs = choice.get("logprobs") or {}
+        yield from (tops for tops in logprobs.get("top_logprobs") or () if tops)
+        for position in logprobs.get("content") or ():
+            # A chat has a list of tokens.
+            tops = {top["token"]: top["logprob"] for top in position["top_logprobs"]}
+            if tops:
+                position["top_logprobs"] = tops
+                yield tops
+
+
+def _are_tied_by_text(mine: dict[str, float | None], expected: dict[str, float | None]) -> bool:
+    """Do as `_are_tied`. Tokens of the same text share an entry, so that the numbers of entries may differ."""
+    mine, expected = (
+        {text: -math.inf if value is None else value for text, value in tops.items()} for tops in (mine, expected)
+    )
+    least, other_least = min(mine.values()), min(expected.values())
+    certain, same = (
+        {text: value for text, value in tops.items() if value > of + TIE}
+        for tops, of in ((mine, least), (expected, other_least))
+    )
+    return (
+        _is_close(least, other_least)
+        and certain.keys() == same.keys()
+        and all(_is_close(certain[text], same[text]) for text in certain)
+    )
 
 
 def _is_close(value: float, other: float) -> bool:

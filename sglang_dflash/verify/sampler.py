@@ -26,6 +26,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.common import async_h2d
 
+from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.types import DrawParameters
 from sglang_dflash.verify import failures as row_failures
 from sglang_dflash.verify import fast_path, prefill_draws
@@ -155,11 +156,14 @@ class FallbackSampler:
         self._tp_group, self._keys = tp_group, keys
         self._has_plain_rules = fast_path.draws_by_plain_rules(self._sampler)
         self._checks = row_failures.watch(self._sampler)
-        self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
+        self._penalties = None
+        # A server that only prefills draws first tokens, which have no output before them.
+        if runs_cycles():
+            self._penalties = Penalties(num_slots, target_runner.model_config.vocab_size, target_runner.device)
 
     @property
     def penalty_bytes(self) -> int:
-        return self._penalties.nbytes
+        return 0 if self._penalties is None else self._penalties.nbytes
 
     def prepare_prefill(self, batch: ScheduleBatch) -> None:
         """Set the batch's penalties and noise for the token that the prefill draws, before the target's forward."""
@@ -171,7 +175,7 @@ class FallbackSampler:
             if any(is_drawn):
                 is_drawn = async_h2d(is_drawn, dtype=torch.bool, device=keys.device)
                 prefill_draws.prepare(self._sampler, PrefillDraws(keys, is_drawn))
-        if are_penalised(info):
+        if self._penalties is not None and are_penalised(info):
             self._penalties.prepare_prefill(batch)
 
     def begin_requests(self, batch: ScheduleBatch, next_token_ids: torch.Tensor) -> list[Failures] | None:
@@ -188,7 +192,7 @@ class FallbackSampler:
         # A chunk inside a prompt draws no token.
         prefill_draws.take(self._sampler)
         self._agree(batch.sampling_info, next_token_ids)
-        if are_penalised(batch.sampling_info):
+        if self._penalties is not None and are_penalised(batch.sampling_info):
             self._penalties.begin(batch, next_token_ids)
         failed, errors = self._checks.take()
         if failed is None:

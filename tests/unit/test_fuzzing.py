@@ -143,6 +143,36 @@ def test_tied_log_probabilities(mine, expected, found):
     assert excused == ([] if found else ["tied log probabilities"])
 
 
+def completion(tops):
+    return {"text": "{", "logprobs": {"top_logprobs": [dict(tops)]}}
+
+
+def chat(tops):
+    listed = [{"token": text, "logprob": value} for text, value in tops.items()]
+    return {"message": {"content": "{"}, "logprobs": {"content": [{"token": "{", "top_logprobs": listed}]}}
+
+
+@pytest.mark.parametrize("choice", [completion, chat])
+@pytest.mark.parametrize(
+    "mine, expected, found",
+    [
+        ({"{": -0.5, "a": -3e38}, {"{": -0.5, "b": -3e38}, False),
+        ({"{": -0.5, "a": None}, {"{": -0.5, "b": None, "c": None}, False),
+        ({"{": -0.5, "a": -2.0}, {"{": -0.5, "b": -2.5}, True),
+        ({"{": -0.5, "a": -3e38}, {"[": -0.5, "b": -3e38}, True),
+        ({"{": -0.5, "a": -3e38}, {"{": -0.6, "a": -3e38}, True),
+    ],
+    ids=["last", "minus infinity", "other value", "not tied", "same texts"],
+)
+def test_tied_log_probabilities_of_openai(choice, mine, expected, found):
+    path = "/v1/completions" if choice is completion else "/v1/chat/completions"
+    request = {"kind": "whole", "path": path, "body": {"logprobs": 2}}
+    comparison = Comparison(None, PLAIN_CASE)
+    outcomes = ({"status": 200, "answer": {"choices": [choice(each)]}} for each in (mine, expected))
+    assert bool(comparison.differences(request, *outcomes)) is found
+    assert list(comparison.excused) == ([] if found else ["tied log probabilities"])
+
+
 @pytest.mark.parametrize(
     "ignores_eos, text, found",
     [
