@@ -203,15 +203,12 @@ HOOKS = [
         why="requests that arrive from a prefill server would have the penalties, bigrams and texts of others",
         until="SGLang tells the worker of requests that it has not prefilled",
     ),
-    *(
-        Hook(
-            target=f"sglang.srt.disaggregation.{role}.get_pd_kv_layout",
-            kind=HookType.AROUND,
-            function=transfer.describe_drafter,
-            why="prefill and decode server must have the same drafter",
-            until="SGLang compares the drafters of both servers",
-        )
-        for role in ("prefill", "decode")
+    Hook(
+        target="sglang.srt.disaggregation.utils.get_pd_kv_layout",
+        kind=HookType.AROUND,
+        function=transfer.describe_drafter,
+        why="prefill and decode server must have the same drafter",
+        until="SGLang compares the drafters of both servers",
     ),
     Hook(
         target="sglang.srt.disaggregation.common.conn.CommonKVManager._resolve_rank_mapping",

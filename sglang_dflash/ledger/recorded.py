@@ -542,7 +542,6 @@ HOOKED = (
     ('engine/transfer.py', "hooked: requests that arrive from a prefill server would get the input of SGLang's own worker", 'sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input'),
     ('engine/transfer.py', 'hooked: requests that arrive from a prefill server would have the penalties, bigrams and texts of others', 'sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch'),
     ('engine/transfer.py', 'hooked: prefill and decode server must have the same drafter', 'sglang.srt.disaggregation.utils.get_pd_kv_layout'),
-    ('engine/transfer.py', 'hooked: prefill and decode server must have the same drafter', 'sglang.srt.disaggregation.utils.get_pd_kv_layout'),
     ('engine/transfer.py', 'hooked: a prefill server without the drafter is accepted, and its KV is missing', 'sglang.srt.disaggregation.common.conn.CommonKVManager._resolve_rank_mapping'),
     ('requests/failing.py', 'hooked: a request without a first token to choose must end with an error', 'sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill'),
     ('requests/validate.py', 'hooked: a sampling parameter of a wrong type and a huge n get a 500 or end the server', 'sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request'),
