@@ -1,7 +1,10 @@
-"""KV that comes back from host memory, by SGLang's copy kernels and beside graphs: text up to ties, and acceptance.
+"""KV that comes back from host memory and files, by SGLang's copy kernels and beside graphs: text and acceptance.
 
 Without the drafter's KV the text is the same, and drafts are worse.
 """
+
+import time
+from dataclasses import replace
 
 import pytest
 from engines import greedy, tiny
@@ -35,3 +38,32 @@ def test_prompts_come_back(shape, engines, prompts):
     # Prompts from the cache are rounded otherwise, so some texts part.
     assert rates[1] > 0.85 * rates[0]
     assert rates[3] > 0.9 * rates[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.group("hicache-files")
+def test_prompts_come_back_from_files(engines, prompts, tmp_path):
+    texts = [sum(prompts[4 * i : 4 * i + 4], [])[: 440 - 16 * i] for i in range(3)]
+    asked = [greedy([text], NEW_TOKENS) for text in texts]
+    files = {"page_size": 16, "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+    config = tiny("hicache-files", "trees", **HOST, **files)
+    config = replace(config, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)})
+    plain = engines.reference(tiny("hicache-plain", **FLAGS), asked)
+    first = engines.ask(config, asked)
+    # The target's file of every page, and the drafter's.
+    num_pages = sum(len(text) // 16 for text in texts)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 * num_pages:
+        assert time.monotonic() < deadline, "the pages are not written"
+        time.sleep(0.2)
+    engines.stop()
+    again = engines.ask(config, asked)
+
+    first, again = sum(first, []), sum(again, [])
+    stored = [answer["meta_info"]["cached_tokens_details"]["storage"] for answer in again]
+    compared = compare(sum(plain, []), again)
+    rates = [tokens_per_cycle(answers) for answers in (first, again)]
+    print(f"\nhicache-files: {compared}, {stored} tokens from files, tokens per cycle at first and again: {rates}")
+    compared.assert_ties(TIE)
+    assert stored == [(len(text) - 1) // 16 * 16 for text in texts]
+    assert rates[1] > 0.9 * rates[0]
