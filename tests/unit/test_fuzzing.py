@@ -230,3 +230,13 @@ def test_end_of_the_plain_server(is_running, found):
     assert list(comparison.excused) == ([] if found else ["plain server ended"])
     # That of the other server is never excused.
     assert [each.kind for each in comparison.differences(request, *reversed(outcomes))] == ["status"]
+
+
+def test_an_openai_body_is_ruled_out_by_a_processor():
+    mine = {"status": 400, "answer": {"error": {"message": "No token is left to choose: all are ruled out"}}}
+    plain = {"status": 500, "answer": {"message": "Grammar accept_token failed"}}
+    body = {"regex": "ab", "custom_logit_processor": "{}"}
+    for fields, found in ((body, []), ({"regex": "ab"}, ["status"])):
+        comparison = Comparison(None, PLAIN_CASE)
+        request = {"kind": "whole", "path": "/v1/completions", "body": fields}
+        assert [difference.kind for difference in comparison.differences(request, mine, plain)] == found

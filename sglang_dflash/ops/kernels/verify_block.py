@@ -10,9 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, add_product, decays, gates, inverse_length, invert
 
-# Rows of a state per program, and numbers of a row that are multiplied at a time: fewer if there are more nodes.
+# Rows of a state per program, and numbers of a row that are multiplied at a time. All of them wait in shared memory, so
+# that four programs share a multiprocessor of a Hopper GPU.
 _ROWS = 64
-_COLUMNS = 64
+_COLUMNS = 32
 _WARPS = 4
 # Numbers of a key that are multiplied at a time while the nodes of a head are compared, by so many warps.
 _COMPARE_COLUMNS = 32
@@ -139,6 +140,7 @@ def _verify_block_kernel(
     W: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,11 +156,6 @@ def _verify_block_kernel(
     is_value = is_row[:, None] & is_token[None, :]
     slot = tl.load(slots + request).to(tl.int64)
     states += slot * state_stride + head * V * K + row[:, None] * K
-    # The states are read while the kernels before this one still run. They do not write them.
-    tiles = ()
-    for begin in tl.static_range(0, K, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        tiles += (tl.load(states + column, mask=is_row[:, None] & (column < K), other=0.0),)
     # Keys and queries of the nodes in turns.
     both = tl.arange(0, 2 * W)
     query += request * query_request_stride + (both // 2) * query_token_stride + key_head * K
@@ -173,14 +170,17 @@ def _verify_block_kernel(
     change_out += request * change_out_stride + of_node
     output += request * width * HV * V + of_node
 
-    # The kernel before lets this one start once all its programs have waited for the convolution. So queries and keys
-    # are there, and only what that kernel writes is waited for below.
+    # The states are read while the kernels before this one still run. They do not write them. The kernel before lets
+    # this one start once all its programs have waited for the convolution. So queries and keys are there, and only what
+    # that kernel writes is waited for below.
     products = tl.zeros([ROWS, 2 * W], tl.float32)
-    for i in tl.static_range(len(tiles)):
-        column = i * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-        is_part = (both // 2 < width)[None, :] & (column < K)
-        pair = tl.load(pairs[None, :] + column, mask=is_part, other=0.0).to(tl.float32)
-        products = add_product(products, tiles[i], pair, IS_SHORT, PRECISION)
+    # With one stage more than there are parts, all of them are on their way before the first product.
+    for begin in tl.range(0, K, COLUMNS, num_stages=PARTS + 1):
+        column = begin + tl.arange(0, COLUMNS)
+        tile = tl.load(states + column[None, :], mask=is_row[:, None] & (column < K)[None, :], other=0.0)
+        is_part = (both // 2 < width)[None, :] & (column < K)[:, None]
+        pair = tl.load(pairs[None, :] + column[:, None], mask=is_part, other=0.0)
+        products = add_product(products, tile, pair.to(tl.float32), IS_SHORT, PRECISION)
     found, read = tl.split(tl.reshape(products, [ROWS, W, 2]))
     if PDL:
         gdc_wait()
@@ -279,7 +279,8 @@ def verify_block(
         width,
         V=value_size,
         ROWS=_ROWS,
-        COLUMNS=max(32, _COLUMNS * MIN_SIZE // padded_width),
+        COLUMNS=_COLUMNS,
+        PARTS=triton.cdiv(key_size, _COLUMNS),
         num_warps=_WARPS,
         **shared,
     )
