@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from serving import Pair
+from serving import Pair, Server
 
 from fuzzing.asking import Outcome, ask
 from fuzzing.cases import PAIRS, Case
@@ -20,6 +21,8 @@ from fuzzing.mixes import GRAMMAR_FIELDS
 TOLERANCE = {"logprob": 2e-4, "hidden_states": 2e-3}
 # Log probabilities of the two best tokens that are this close may change order by rounding.
 TIE = 1e-4
+# SGLang takes so long at most to end after its scheduler has.
+_DIAGNOSTICS_SECONDS = 20
 # Allowed for hostile bodies.
 _STATUSES = (200, 400, 404, 405, 413, 415, 422)
 
@@ -75,6 +78,14 @@ class Difference:
         return f"{self.where}: {_shown(self.dflash)} with DFLASH, {_shown(self.plain)} without"
 
 
+def _ends(server: Server) -> bool:
+    """Return True if a server that does not answer has ended, or ends while SGLang writes its diagnostics."""
+    deadline = time.monotonic() + _DIAGNOSTICS_SECONDS
+    while server.is_running() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not server.is_running()
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, str):
         return value
@@ -94,7 +105,7 @@ class Comparison:
         if request["kind"] == "hostile":
             fine = dflash["status"] in _STATUSES
             return [] if fine else [Difference("status", dflash["status"], f"one of {_STATUSES}")]
-        if str(plain["status"]).startswith("no answer") and not self._pair.plain.is_running():
+        if str(plain["status"]).startswith("no answer") and _ends(self._pair.plain):
             self._excuse("plain server ended")
             return []
         if dflash["status"] == 400 and plain["status"] == 500 and _is_ruled_out(request["body"], dflash["answer"]):
