@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,14 +12,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.delta_rule import MIN_SIZE, PRECISION, add_product, decays, gates, inverse_length, invert
 
-# Rows of a state per program, and numbers of a row that are multiplied at a time. All of them wait in shared memory, so
-# that four programs share a multiprocessor of a Hopper GPU.
-_ROWS = 64
-_COLUMNS = 32
+# Numbers of a row of a state that are multiplied at a time: fewer if there are more than 16 nodes.
+_COLUMNS = 64
 _WARPS = 4
-# Numbers of a key that are multiplied at a time while the nodes of a head are compared, by so many warps.
-_COMPARE_COLUMNS = 32
-_COMPARE_WARPS = 1
+
+
+class _Tiles(NamedTuple):
+    """Sizes that were fastest on an H100.
+
+    Attributes:
+        rows: of a state, per program.
+        compare_columns: numbers of a key that are multiplied at a time while the nodes of a head are compared.
+        compare_warps: warps that compare them.
+    """
+
+    rows: int
+    compare_columns: int
+    compare_warps: int
+
+
+# For up to 16 nodes, and for more of them.
+_FEW, _MANY = _Tiles(128, 128, 2), _Tiles(64, 32, 1)
 
 
 @triton.jit
@@ -140,7 +155,6 @@ def _verify_block_kernel(
     W: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
     IS_SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,6 +170,11 @@ def _verify_block_kernel(
     is_value = is_row[:, None] & is_token[None, :]
     slot = tl.load(slots + request).to(tl.int64)
     states += slot * state_stride + head * V * K + row[:, None] * K
+    # The states are read while the kernels before this one still run. They do not write them.
+    tiles = ()
+    for begin in tl.static_range(0, K, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        tiles += (tl.load(states + column, mask=is_row[:, None] & (column < K), other=0.0),)
     # Keys and queries of the nodes in turns.
     both = tl.arange(0, 2 * W)
     query += request * query_request_stride + (both // 2) * query_token_stride + key_head * K
@@ -170,17 +189,14 @@ def _verify_block_kernel(
     change_out += request * change_out_stride + of_node
     output += request * width * HV * V + of_node
 
-    # The states are read while the kernels before this one still run. They do not write them. The kernel before lets
-    # this one start once all its programs have waited for the convolution. So queries and keys are there, and only what
-    # that kernel writes is waited for below.
+    # The kernel before lets this one start once all its programs have waited for the convolution. So queries and keys
+    # are there, and only what that kernel writes is waited for below.
     products = tl.zeros([ROWS, 2 * W], tl.float32)
-    # With one stage more than there are parts, all of them are on their way before the first product.
-    for begin in tl.range(0, K, COLUMNS, num_stages=PARTS + 1):
-        column = begin + tl.arange(0, COLUMNS)
-        tile = tl.load(states + column[None, :], mask=is_row[:, None] & (column < K)[None, :], other=0.0)
-        is_part = (both // 2 < width)[None, :] & (column < K)[:, None]
-        pair = tl.load(pairs[None, :] + column[:, None], mask=is_part, other=0.0)
-        products = add_product(products, tile, pair.to(tl.float32), IS_SHORT, PRECISION)
+    for i in tl.static_range(len(tiles)):
+        column = i * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+        is_part = (both // 2 < width)[None, :] & (column < K)
+        pair = tl.load(pairs[None, :] + column, mask=is_part, other=0.0).to(tl.float32)
+        products = add_product(products, tiles[i], pair, IS_SHORT, PRECISION)
     found, read = tl.split(tl.reshape(products, [ROWS, W, 2]))
     if PDL:
         gdc_wait()
@@ -220,6 +236,7 @@ def verify_block(
     assert query.stride()[2:] == key.stride()[2:] == (key_size, 1) and value.stride()[2:] == (value_size, 1)
     assert a.stride(2) == b.stride(2) == 1 and ancestors.stride(1) == 1
     padded_width = max(MIN_SIZE, triton.next_power_of_2(width))
+    tiles = _FEW if padded_width == MIN_SIZE else _MANY
     # For each head: the matrices that turn values without what is found for their keys into changes, and changes into
     # what the queries read of them; and three factors of each node.
     matrices = torch.empty((n, num_value_heads, 2, padded_width, padded_width), device=value.device)
@@ -257,11 +274,11 @@ def verify_block(
         width,
         key_size**-0.5,
         LEVELS=padded_width.bit_length() - 1,
-        COLUMNS=_COMPARE_COLUMNS,
-        num_warps=_COMPARE_WARPS,
+        COLUMNS=tiles.compare_columns,
+        num_warps=tiles.compare_warps,
         **shared,
     )
-    _verify_block_kernel[(triton.cdiv(value_size, _ROWS), num_value_heads, n)](
+    _verify_block_kernel[(triton.cdiv(value_size, tiles.rows), num_value_heads, n)](
         query,
         key,
         value,
@@ -278,9 +295,8 @@ def verify_block(
         factors,
         width,
         V=value_size,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        PARTS=triton.cdiv(key_size, _COLUMNS),
+        ROWS=tiles.rows,
+        COLUMNS=max(32, _COLUMNS * MIN_SIZE // padded_width),
         num_warps=_WARPS,
         **shared,
     )
