@@ -30,8 +30,9 @@ def claim_port() -> tuple[int, IO]:
         claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{_ports[0]}"), "w")  # noqa: SIM115
         with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            server.bind(("127.0.0.1", _ports[0]))
-            distributed.bind(("127.0.0.1", _ports[0] + 1))
+            # On all addresses, as torch does.
+            server.bind(("", _ports[0]))
+            distributed.bind(("", _ports[0] + 1))
             return _ports[0], claim
         claim.close()
     raise RuntimeError("no free port")

@@ -1,0 +1,39 @@
+"""Ports that servers and engines of benchmarks and tests claim."""
+
+import socket
+from collections import deque
+
+import pytest
+from bench import ports
+
+# Below the range that Linux gives to connections, and no multiple of 500, which others claim.
+FIRST, SECOND = 9310, 9320
+
+
+@pytest.fixture(autouse=True)
+def two_ports(monkeypatch):
+    monkeypatch.setattr(ports, "_ports", deque([FIRST, SECOND]))
+
+
+def test_claimed_once():
+    claims = [ports.claim_port() for _ in range(2)]
+    try:
+        assert {port for port, _ in claims} == {FIRST, SECOND}
+        with pytest.raises(RuntimeError, match="no free port"):
+            ports.claim_port()
+    finally:
+        for _, claim in claims:
+            claim.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", ""])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_used_on_any_address(address, offset):
+    """Torch listens on all addresses, so a port in use on another one than 127.0.0.1 is not free either."""
+    with socket.socket() as other:
+        other.bind((address, SECOND + offset))
+        other.listen()
+        for _ in range(2):
+            port, claim = ports.claim_port()
+            claim.close()
+            assert port == FIRST
