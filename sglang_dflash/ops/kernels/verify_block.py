@@ -32,7 +32,7 @@ class _Tiles(NamedTuple):
 
 
 # For up to 16 nodes, and for more of them.
-_FEW, _MANY = _Tiles(128, 128, 2), _Tiles(64, 32, 1)
+_FEW, _MANY = _Tiles(128, 64, 2), _Tiles(64, 32, 1)
 
 
 @triton.jit
