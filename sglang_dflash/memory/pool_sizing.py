@@ -19,6 +19,7 @@ from sglang_dflash.checkpoint.draft_memory import DraftMemory
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.runner import draft_model_config
 from sglang_dflash.errors import ConfigError
+from sglang_dflash.recurrent.pool import comparison_bytes_per_request
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.pair import load_drafter_config
 from sglang_dflash.server_args.trees import num_candidates
@@ -79,6 +80,7 @@ class CycleMemory:
             shortlist keeps of them.
         table, pairs, convolutions: see :class:`sglang_dflash.checkpoint.draft_memory.DraftMemory`.
         sampler: peak of SGLang's sampler for the requests that need it.
+        comparisons: how the nodes of trees relate in a recurrent layer.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
         context: copies of the drafter's k and v projections of all layers.
     """
@@ -89,6 +91,7 @@ class CycleMemory:
     pairs: int
     convolutions: int
     sampler: int
+    comparisons: int
     indices: int
     context: int
 
@@ -111,12 +114,16 @@ class CycleMemory:
         capture = configurator.spec_aux_config
         drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
         of_drafts = asdict(_draft_memory(configurator))
+        recurrent, comparisons = configurator.mambaish_config, 0
+        if recurrent is not None:
+            comparisons = comparison_bytes_per_request(recurrent.mamba2_cache_params, block_size)
         num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
             logits=requests * block_size * model_config.vocab_size * logit_bytes(configurator),
             draft_logits=requests * _draft_logit_bytes(configurator),
             **{name: requests * num_bytes for name, num_bytes in of_drafts.items()},
             sampler=at_a_time * (SEEDED_SAMPLER_COPIES if is_seeded else SAMPLER_COPIES),
+            comparisons=requests * comparisons,
             indices=captured * model_config.context_len * index_bytes,
             context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
         )

@@ -58,6 +58,19 @@ def input_bytes_per_request(cache_params, num_nodes: int) -> int:
     return len(cache_params.layers) * num_nodes * per_token
 
 
+def comparison_bytes_per_request(cache_params, num_nodes: int) -> int:
+    """Return the bytes that `ops.kernels.verify_block` takes while it compares the nodes of one request.
+
+    Args:
+        cache_params: `Mamba2CacheParams` of the target's config.
+        num_nodes: N.
+    """
+    num_value_heads = cache_params.shape.temporal[0]
+    width = max(16, 1 << (num_nodes - 1).bit_length())
+    # Two matrices and three factors of each head.
+    return num_value_heads * width * (2 * width + 3) * torch.float32.itemsize
+
+
 def allocate_states(original, pool: MambaPool, **kwargs) -> None:
     """AROUND `MambaPool.__init__`: allocate the inputs of verified tokens in place of the state after each of them.
 

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.random_trees import ancestors_of, chain_parents, random_parents
@@ -5,6 +7,7 @@ from torch.nn.functional import softplus
 
 from sglang_dflash.ops.kernels.verify_block import verify_block
 from sglang_dflash.ops.reference.verify_block import verify_block as reference
+from sglang_dflash.recurrent.pool import comparison_bytes_per_request
 
 # Key heads, value heads, their sizes.
 SHAPES = [(1, 1, 32, 32), (2, 4, 32, 32), (2, 6, 20, 11), (1, 3, 70, 8), (1, 2, 128, 128)]
@@ -144,3 +147,23 @@ def test_every_path_is_as_exact_as_float32(num_nodes, shape, verify, kind, devic
 def test_no_requests(device):
     inputs, outputs = arguments(chain_parents(0, 4), SHAPES[0], torch.float32, device)
     assert verify_block(*inputs, *outputs()).shape == (0, 4, 1, 32)
+
+
+@pytest.mark.parametrize("num_nodes", [5, 16, 33])
+def test_buffers_are_counted(monkeypatch, num_nodes, device):
+    """The server's memory budget has the buffers between the two launches."""
+    shape, allocated, empty = SHAPES[1], [], torch.empty
+
+    def count(*sizes, **options):
+        tensor = empty(*sizes, **options)
+        allocated.append(tensor.nbytes)
+        return tensor
+
+    inputs, outputs = arguments(chain_parents(2, num_nodes), shape, torch.float32, device)
+    kept = outputs()
+    monkeypatch.setattr(torch, "empty", count)
+    output = verify_block(*inputs, *kept)
+
+    cache_params = SimpleNamespace(shape=SimpleNamespace(temporal=(shape[1], shape[3], shape[2])))
+    per_request = comparison_bytes_per_request(cache_params, num_nodes)
+    assert sum(allocated) - output.nbytes == 2 * per_request

@@ -24,6 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.windowed import WINDOW, write_windowed_pair
 
+from models import hybrid
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.errors import ConfigError
@@ -214,6 +215,19 @@ def test_parts_are_in_the_budget(tmp_path, flags, num_drafts, shares):
     assert memory.pairs == 8 * num_drafts * 6 * DTYPE.itemsize * shares
     # Two weights for each tap and group of channels, and the convolved row.
     assert memory.convolutions == 8 * (num_drafts + 1) * (2 * 3 * 256 // 4 + 256) * DTYPE.itemsize
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(16, 16), (20, 32), (64, 64)])
+def test_comparisons_of_nodes_are_in_the_budget(nodes, width):
+    flags = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": nodes, "max_running_requests": 8}
+    args = server_args(hybrid.TARGET_DIR, hybrid.DRAFTER_DIR, **flags)
+    with envs.SGLANG_MAMBA_CONV_DTYPE.override("float32"):
+        model = ModelConfig.from_server_args(args)
+        heads = model.hf_text_config.linear_num_value_heads
+        with served(args):
+            memory = CycleMemory.of(configurator(args, model, DTYPE))
+    # Two matrices and three factors, in float32.
+    assert memory.comparisons == 8 * heads * (2 * width * width + 3 * width) * 4
 
 
 def test_a_prefill_server_has_no_memory_for_cycles():
