@@ -80,7 +80,7 @@ class CycleMemory:
             shortlist keeps of them.
         table, pairs, convolutions: see :class:`sglang_dflash.checkpoint.draft_memory.DraftMemory`.
         sampler: peak of SGLang's sampler for the requests that need it.
-        comparisons: how the nodes of trees relate in a recurrent layer.
+        comparisons: matrices that compare the nodes of a request in a recurrent layer.
         indices: the attention backends' lists of the KV that the graphs' blocks see.
         context: copies of the drafter's k and v projections of all layers.
     """
