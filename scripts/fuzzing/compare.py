@@ -151,7 +151,7 @@ class Comparison:
                     self._excuse("retracted hidden states")
                     choice["hidden_states"] = states[-1]
         for tops, others in zip(_openai_tops(mine), _openai_tops(expected), strict=False):
-            if tops.keys() != others.keys() and _are_tied_by_text(tops, others):
+            if tops.keys() != others.keys() and _are_tied_by_name(tops, others):
                 self._excuse("tied log probabilities")
                 tops.clear()
                 others.clear()
@@ -346,16 +346,10 @@ def _names(tops: list | None) -> list[int]:
 
 def _are_tied(mine: list, expected: list) -> bool:
     """Return True if two lists of the best tokens have the same values, and differ in tokens of equal values only."""
-    # No number stands for minus infinity.
-    values, others = ([math.inf if top[0] is None else -top[0] for top in tops] for tops in (mine, expected))
+    values, others = ([_number(value) for value, _, _ in tops or ()] for tops in (mine, expected))
     if len(values) != len(others) or not all(map(_is_close, values, others)):
         return False
-    # Tokens that tie with the last one may have been left out.
-    certain, same = (
-        {top[1]: value for top, value in zip(tops, of, strict=True) if value < of[-1] - TIE}
-        for tops, of in ((mine, values), (expected, others))
-    )
-    return certain.keys() == same.keys() and all(_is_close(certain[token], same[token]) for token in certain)
+    return _are_tied_by_name(*({token: value for value, token, _ in tops} for tops in (mine, expected)))
 
 
 def _openai_tops(answer: dict) -> Iterator[dict[str, float | None]]:
@@ -371,21 +365,28 @@ def _openai_tops(answer: dict) -> Iterator[dict[str, float | None]]:
                 yield tops
 
 
-def _are_tied_by_text(mine: dict[str, float | None], expected: dict[str, float | None]) -> bool:
-    """Do as `_are_tied`. Tokens of the same text share an entry, so that the numbers of entries may differ."""
-    mine, expected = (
-        {text: -math.inf if value is None else value for text, value in tops.items()} for tops in (mine, expected)
-    )
+def _are_tied_by_name(mine: dict[Any, float | None], expected: dict[Any, float | None]) -> bool:
+    """Return True if two sets of the best tokens differ only in tokens that tie with the last one.
+
+    Such tokens may have been left out. Tokens of the same text share an entry, so that the numbers of entries may
+    differ.
+    """
+    mine, expected = ({name: _number(value) for name, value in tops.items()} for tops in (mine, expected))
     least, other_least = min(mine.values()), min(expected.values())
     certain, same = (
-        {text: value for text, value in tops.items() if value > of + TIE}
+        {name: value for name, value in tops.items() if value > of + TIE}
         for tops, of in ((mine, least), (expected, other_least))
     )
     return (
         _is_close(least, other_least)
         and certain.keys() == same.keys()
-        and all(_is_close(certain[text], same[text]) for text in certain)
+        and all(_is_close(certain[name], same[name]) for name in certain)
     )
+
+
+def _number(logprob: float | None) -> float:
+    """Return a log probability. No number stands for minus infinity."""
+    return -math.inf if logprob is None else logprob
 
 
 def _is_close(value: float, other: float) -> bool:

@@ -114,16 +114,13 @@ class CycleMemory:
         capture = configurator.spec_aux_config
         drafter, itemsize = capture.draft_model_config, configurator.model_dtype.itemsize
         of_drafts = asdict(_draft_memory(configurator))
-        recurrent, comparisons = configurator.mambaish_config, 0
-        if recurrent is not None:
-            comparisons = comparison_bytes_per_request(recurrent.mamba2_cache_params, block_size)
         num_projected = 2 * drafter.get_num_kv_heads(get_parallel().tp_size) * drafter.head_dim
         return cls(
             logits=requests * block_size * model_config.vocab_size * logit_bytes(configurator),
             draft_logits=requests * _draft_logit_bytes(configurator),
             **{name: requests * num_bytes for name, num_bytes in of_drafts.items()},
             sampler=at_a_time * (SEEDED_SAMPLER_COPIES if is_seeded else SAMPLER_COPIES),
-            comparisons=requests * comparisons,
+            comparisons=requests * _comparison_bytes(configurator),
             indices=captured * model_config.context_len * index_bytes,
             context=capture.draft_kv_num_layers * num_projected * drafter.hidden_size * itemsize,
         )
@@ -159,6 +156,14 @@ def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
     if shortlist.is_used():
         row = shortlist.row_bytes(columns, drafter.hidden_size)
     return (get_spec().speculative_dflash_block_size - 1) * row
+
+
+def _comparison_bytes(configurator: KVCacheConfigurator) -> int:
+    """Return the bytes of the matrices that compare the nodes of one request; 0 without recurrent layers."""
+    recurrent = configurator.mambaish_config
+    if recurrent is None:
+        return 0
+    return comparison_bytes_per_request(recurrent.mamba2_cache_params, get_spec().speculative_num_draft_tokens)
 
 
 def _draft_memory(configurator: KVCacheConfigurator) -> DraftMemory:

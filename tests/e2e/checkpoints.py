@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized import compressed_config, linear_layers, quantize
+from support.quantized import block_config, compressed_config, linear_layers, quantize
 from transformers import Qwen3Config
 
 from models.hybrid import DRAFTER_DIR as HYBRID_DRAFTER_DIR
@@ -288,13 +288,7 @@ def quantized_blocks(path: Path) -> tuple[Path, Path]:
     config = CONFIG | {
         "architectures": ["DFlash2DraftModel"],
         "dflash_config": CONFIG["dflash_config"] | PARTS,
-        "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["model.layers.1.mlp", "candidate_selector"],
-        },
+        "quantization_config": block_config(["model.layers.1.mlp", "candidate_selector"]),
     }
     return write_both(path, config, *quantize(weights, layers, "block", inverse=True))
 

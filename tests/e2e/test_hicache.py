@@ -5,10 +5,9 @@ Without the drafter's KV the text is the same, and drafts are worse. So every te
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from serving import DEFAULT, SYNC, ServerKeeper, Settings, trees
+from support.stored_kv import PAGE_SIZE, long_texts, stored_lens, wait_until_stored
 
 from models.tiny import DRAFTER_DIR
 
@@ -43,7 +42,7 @@ def ask(texts: list[list[int]]):
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    return [sum(prompts[4 * i : 4 * i + 4], [])[: 440 - 16 * i] for i in range(9)]
+    return long_texts(prompts, 9)
 
 
 @pytest.mark.parametrize("settings", [CHAINS, TREES], indirect=True, ids=str)
@@ -72,7 +71,7 @@ def test_prompts_come_back_from_files(texts, tmp_path, tmp_path_factory):
     """A new server finds the files of one with the same drafter, and not those of another drafter."""
     other = tmp_path / "drafter"
     other.symlink_to(DRAFTER_DIR)
-    flags = (*HOST, ("page-size", 16), ("hicache-storage-backend", "file"))
+    flags = (*HOST, ("page-size", PAGE_SIZE), ("hicache-storage-backend", "file"))
     flags += (("hicache-storage-prefetch-policy", "wait_complete"),)
     store = (("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store")),)
     same = Settings("hicache-file", dflash_flags=flags, env=store)
@@ -86,20 +85,14 @@ def test_prompts_come_back_from_files(texts, tmp_path, tmp_path_factory):
         answers[name] = ask(texts[:3])(server)
         refused = server.try_post("/update_weights_from_disk", {"model_path": str(DRAFTER_DIR)})
         assert refused.status_code == 400 and "--hicache-storage-backend file" in refused.text
-        # The target's file of every page, and the drafter's.
-        num_pages = sum(len(text) // 16 for text in texts[:3])
-        deadline = time.monotonic() + 30
-        while len(list((tmp_path / "store").iterdir())) < 2 * num_pages:
-            assert time.monotonic() < deadline, "the pages are not written"
-            time.sleep(0.2)
+        wait_until_stored(tmp_path / "store", texts[:3])
         servers.stop()
 
     storage = {
         name: [(answer["meta_info"]["cached_tokens_details"] or {"storage": 0})["storage"] for answer in of_one]
         for name, of_one in answers.items()
     }
-    # At least one token is prefilled.
-    assert storage["second"] == [(len(text) - 1) // 16 * 16 for text in texts[:3]]
+    assert storage["second"] == stored_lens(texts[:3])
     assert storage["first"] == storage["other"] == [0, 0, 0]
     for name in ("second", "other"):
         assert cycles(answers[name]) == cycles(answers["first"])

@@ -3,12 +3,12 @@
 Without the drafter's KV the text is the same, and drafts are worse.
 """
 
-import time
 from dataclasses import replace
 
 import pytest
 from engines import greedy, tiny
 from pairs import TIE
+from support.stored_kv import PAGE_SIZE, long_texts, stored_lens, wait_until_stored
 from support.ties import compare, tokens_per_cycle
 
 # Nine prompts of several hundred tokens do not fit.
@@ -20,7 +20,7 @@ NEW_TOKENS = 60
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["chains", "trees"])
 def test_prompts_come_back(shape, engines, prompts):
-    texts = [sum(prompts[4 * i : 4 * i + 4], [])[: 440 - 16 * i] for i in range(9)]
+    texts = long_texts(prompts, 9)
     asked = [greedy([text], NEW_TOKENS, flush=i == 0) for i, text in enumerate(texts)]
     # Alone, and beside others whose KV is evicted meanwhile.
     asked += [greedy([text], NEW_TOKENS) for text in texts[:3]] + [greedy(texts[:8], NEW_TOKENS)]
@@ -43,19 +43,14 @@ def test_prompts_come_back(shape, engines, prompts):
 @pytest.mark.gpu
 @pytest.mark.group("hicache-files")
 def test_prompts_come_back_from_files(engines, prompts, tmp_path):
-    texts = [sum(prompts[4 * i : 4 * i + 4], [])[: 440 - 16 * i] for i in range(3)]
+    texts = long_texts(prompts, 3)
     asked = [greedy([text], NEW_TOKENS) for text in texts]
-    files = {"page_size": 16, "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
-    config = tiny("hicache-files", "trees", **HOST, **files)
+    files = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+    config = tiny("hicache-files", "trees", page_size=PAGE_SIZE, **HOST, **files)
     config = replace(config, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)})
     plain = engines.reference(tiny("hicache-plain", **FLAGS), asked)
     first = engines.ask(config, asked)
-    # The target's file of every page, and the drafter's.
-    num_pages = sum(len(text) // 16 for text in texts)
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 2 * num_pages:
-        assert time.monotonic() < deadline, "the pages are not written"
-        time.sleep(0.2)
+    wait_until_stored(tmp_path, texts)
     engines.stop()
     again = engines.ask(config, asked)
 
@@ -65,5 +60,5 @@ def test_prompts_come_back_from_files(engines, prompts, tmp_path):
     rates = [tokens_per_cycle(answers) for answers in (first, again)]
     print(f"\nhicache-files: {compared}, {stored} tokens from files, tokens per cycle at first and again: {rates}")
     compared.assert_ties(TIE)
-    assert stored == [(len(text) - 1) // 16 * 16 for text in texts]
+    assert stored == stored_lens(texts)
     assert rates[1] > 0.9 * rates[0]

@@ -4,7 +4,7 @@ import pytest
 from checkpoints import CONFIG, quantized_dynamic, tensors, write_both
 from engines import tiny
 from pairs import CPU_TOKENS_PER_CYCLE, TIE, check_texts, pair_calls, plain_answers
-from support.quantized import linear_layers, quantize
+from support.quantized import block_config, linear_layers, quantize
 
 
 @pytest.mark.gpu
@@ -26,9 +26,7 @@ def test_text(shape, backend, engines, prompts):
 def quantized_blocks(path):
     """Write float8 in blocks of 128 x 128, and the weights that it stands for."""
     layers = [name for name in linear_layers(tensors()) if name != "fc"]
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    quantization |= {"weight_block_size": [128, 128], "modules_to_not_convert": ["fc"]}
-    config = CONFIG | {"quantization_config": quantization}
+    config = CONFIG | {"quantization_config": block_config(["fc"])}
     return write_both(path, config, *quantize(tensors(), layers, "block", inverse=True))
 
 

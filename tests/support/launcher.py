@@ -89,10 +89,9 @@ def find_imported_at_once() -> None:
         ]
         for module, name in found:
             setattr(module, name, wrapped)
-            places.setdefault(id(wrapped), []).append((module, name))
-        # Another hook may have the same target.
+        # Another hook may have any of these as its target.
         own = [(source_module, name) for name, value in list(vars(source_module).items()) if value is wrapped]
-        places.setdefault(id(wrapped), []).extend(own)
+        places.setdefault(id(wrapped), []).extend([*found, *own])
         return len(found)
 
     walk_new()

@@ -58,3 +58,14 @@ def compressed_config(scales: str, inputs: dict | None, ignored: list[str]) -> d
         "transform_config": {},
         "version": "0.12.2",
     }
+
+
+def block_config(ignored: list[str]) -> dict:
+    """Return a `quantization_config` of the format fp8, with a scale per block of 128 x 128."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ignored,
+    }

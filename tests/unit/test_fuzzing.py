@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import fuzz
 import pytest
+from fuzzing import compare
 from fuzzing.cases import Case
 from fuzzing.compare import EXCEPTIONS, Comparison
 from fuzzing.shrink import shrink
@@ -221,7 +222,8 @@ def test_greedy_by_top_k(temperature, is_excused):
 
 
 @pytest.mark.parametrize("is_running, found", [(False, []), (True, ["status"])])
-def test_end_of_the_plain_server(is_running, found):
+def test_end_of_the_plain_server(is_running, found, monkeypatch):
+    monkeypatch.setattr(compare, "_DIAGNOSTICS_SECONDS", 0.1)
     plain = SimpleNamespace(is_running=lambda: is_running)
     comparison = Comparison(SimpleNamespace(plain=plain), PLAIN_CASE)
     request = {"kind": "whole", "path": "/generate", "body": {"input_ids": [1], "sampling_params": {}}}

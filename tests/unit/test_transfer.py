@@ -19,10 +19,15 @@ if torch.cuda.is_available():
     pytest.skip("names the attention of a CPU", allow_module_level=True)
 
 
+def served(**arguments):
+    """Return a context in which SGLang's configuration is that of a server with these arguments."""
+    args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", **arguments)
+    return use_context(create_context(args, role="scheduler"))
+
+
 def layout(module, **arguments) -> str | None:
     """Return the KV layout that a server describes, as one of its roles' modules sees the function."""
-    args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", **arguments)
-    with use_context(create_context(args, role="scheduler")):
+    with served(**arguments):
         return module.get_pd_kv_layout(SimpleNamespace())
 
 
@@ -46,9 +51,8 @@ def test_other_drafters_are_refused(tmp_path):
         layout(decode, **DFLASH | {"speculative_draft_model_path": str(path)}) for path in (DRAFTER_DIR, other)
     )
     assert mine != theirs
-    args = ServerArgs(model_path=str(TARGET_DIR), device="cpu", attention_backend="torch_native", **DFLASH)
     resolved = []
-    with use_context(create_context(args, role="scheduler")):
+    with served(**DFLASH):
         for of_prefill in (theirs, None):
             with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
                 check_prefill_server(None, SimpleNamespace(kv_layout=mine), SimpleNamespace(kv_layout=of_prefill))
