@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _FIXED_TOKEN = 100
 # Names a file that `scripts/train_pair.py --stage record` wrote.
 RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
-# Cycles after which a request goes on with another recorded answer, so that a short run sees many.
-_CYCLES_PER_ANSWER = 32
+# Tokens after which a request goes on with another recorded answer, so that a short run sees many.
+_TOKENS_PER_ANSWER = 64
 # Requests in neighbouring slots read answers this far apart.
 _ANSWERS_PER_SLOT = 7
 
@@ -151,9 +151,10 @@ class FixedLength(Simulation):
 class RecordedDrafts(Simulation):
     """`SGLANG_DFLASH_RECORDED_DRAFTS`: the drafts of a real drafter for the greedy answers of a real target.
 
-    A request writes recorded answers, from its own place on, and gets the candidates that were drafted there. What the
-    drafts accept then depends on the size and the shape of a tree as it does for the real pair, for easy and for hard
-    texts. Only greedy requests are simulated, and drafters without scores of pairs.
+    A request writes recorded answers and gets the candidates that were drafted there. What the drafts accept then
+    depends on the size and the shape of a tree as it does for the real pair, for easy and for hard texts. The answer
+    follows from the request's slot and length, so that every engine that is compared writes the same. Only greedy
+    requests are simulated, and drafters without scores of pairs.
     """
 
     def __init__(self, file: Path, device: torch.device) -> None:
@@ -182,7 +183,6 @@ class RecordedDrafts(Simulation):
         self._num_tokens = read["num_tokens"].to(device)
         self._candidates = read["candidates"].to(torch.int64).flatten(0, 1).to(device)
         self._log_probs = read["sixteenths"].to(device, torch.float32).flatten(0, 1) / -16
-        self._cycle = torch.zeros(1, dtype=torch.int64, device=device)
 
     def check(self, vocab_size: int, num_drafts: int, num_candidates: int, has_pairs: bool) -> None:
         if has_pairs:
@@ -218,14 +218,13 @@ class RecordedDrafts(Simulation):
         answer, at = self._answer_and_token(seq_lens, req_pool_indices)
         depths = positions.view(len(seq_lens), -1) - seq_lens[:, None]
         chosen = self._answers[answer[:, None], at[:, None] + 1 + depths].clamp(min=0)
-        self._cycle += 1
         return chosen.view(-1)
 
     def _answer_and_token(
         self, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which answer each request writes, and the index of the bonus token in it, [bs] int64 each."""
-        turn = req_pool_indices * _ANSWERS_PER_SLOT + self._cycle // _CYCLES_PER_ANSWER
+        turn = req_pool_indices * _ANSWERS_PER_SLOT + seq_lens // _TOKENS_PER_ANSWER
         answer = turn % len(self._num_tokens)
         return answer, seq_lens % self._num_tokens[answer]
 

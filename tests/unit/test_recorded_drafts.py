@@ -76,3 +76,17 @@ def test_chains(records):
 def test_trees(records):
     tensors, _ = records
     assert served_length(tensors, 8, 16) == pytest.approx(TREE_16, rel=0.03)
+
+
+def test_text_follows_from_slot_and_length():
+    """Engines that took different numbers of cycles write the same text, so that they are compared on it."""
+    drafts = RecordedDrafts(FILE, torch.device("cpu"))
+
+    def write(slot: int) -> list[int]:
+        lens = torch.arange(256, 576)
+        slots = torch.full_like(lens, slot)
+        return [int(drafts.choose(slots[:1], at, at, slots[:1])) for at in lens.split(1)]
+
+    first = write(3)
+    assert write(3) == first
+    assert write(4) != first
