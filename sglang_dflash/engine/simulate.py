@@ -153,8 +153,9 @@ class RecordedDrafts(Simulation):
 
     A request writes recorded answers and gets the candidates that were drafted there. What the drafts accept then
     depends on the size and the shape of a tree as it does for the real pair, for easy and for hard texts. The answer
-    follows from the request's slot and length, so that every engine that is compared writes the same. Only greedy
-    requests are simulated, and drafters without scores of pairs.
+    follows from the request's slot and its length when a cycle begins, so that engines that are compared write the same
+    text, apart from the cycles in which an answer changes or ends. Only greedy requests are simulated, and drafters
+    without scores of pairs.
     """
 
     def __init__(self, file: Path, device: torch.device) -> None:

@@ -83,9 +83,8 @@ def test_text_follows_from_slot_and_length():
     drafts = RecordedDrafts(FILE, torch.device("cpu"))
 
     def write(slot: int) -> list[int]:
-        lens = torch.arange(256, 576)
-        slots = torch.full_like(lens, slot)
-        return [int(drafts.choose(slots[:1], at, at, slots[:1])) for at in lens.split(1)]
+        slots = torch.tensor([slot])
+        return [int(drafts.choose(slots, at, at, slots)) for at in torch.arange(256, 576).split(1)]
 
     first = write(3)
     assert write(3) == first
