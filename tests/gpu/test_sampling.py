@@ -12,8 +12,8 @@ from support.engine_process import run
 from support.sampled import FIRST, NUM_NEW, SETTINGS, START, TABLE, VOCAB, p_value, write_sampled_pair
 
 # Continuations of each setting.
-NUM_WANTED = 200_000
-NUM_RUNNING, NUM_CHAINS, CHAIN_LENGTH = 512, 1024, 1900
+NUM_WANTED = 50_000
+NUM_RUNNING, NUM_CHAINS, CHAIN_LENGTH = 512, 1024, 500
 # Requests of settings whose distribution depends on all generated tokens: one continuation per request.
 ALONE = ("penalties", "repetition, bias and stop")
 # An Engine answers about 400 requests per second on any GPU, and waits for its host between cycles. So several Engines
