@@ -230,7 +230,7 @@ class DFlashWorker(BaseSpecWorker):
         self._fill_blocks(batch, inputs, fallback, commits)
         forward_batch = self._verify_batch(batch, inputs, num_tokens)
         if static is not None and graphs.can_run_graph(forward_batch):
-            controller.before_replay()
+            controller.before_replay(bs, num_tokens)
             with graphs.serving(in_shards):
                 target_output = self._verify(forward_batch, can_run_cuda_graph=True)
             controller.launched(bs, num_tokens, is_timed=is_overlapped and not fallback)

@@ -1,17 +1,28 @@
 """Draft lengths of `--speculative-adaptive`: the choice of most tokens per second, and what it is made from."""
 
+from __future__ import annotations
+
 import math
 import random
 from functools import partial
 from itertools import count, pairwise
 
 import pytest
+import torch
 
 from sglang_dflash.engine.adaptive import controller
 from sglang_dflash.engine.adaptive import cost as costs
 from sglang_dflash.engine.adaptive.acceptance import ChainAcceptance, TreeAcceptance, chain_lengths, tree_lengths
 from sglang_dflash.engine.adaptive.controller import LengthChooser
-from sglang_dflash.engine.adaptive.cost import LATENCY_SAMPLES, HostLatency, MeasuredCost
+from sglang_dflash.engine.adaptive.cost import (
+    FEWEST_REPLAYS,
+    LATENCY_SAMPLES,
+    REPLAY_SAMPLES,
+    HostLatency,
+    MeasuredCost,
+    MeasuredReplays,
+    ReplayTimer,
+)
 from sglang_dflash.engine.metrics import AcceptedInTrees
 
 LENGTHS = (1, 4, 8, 12, 16)
@@ -462,3 +473,93 @@ def test_a_gpu_of_unknown_bandwidth(monkeypatch, caplog):
     assert "no memory bandwidth" in caplog.text
     monkeypatch.setattr(controller, "get_dram_gbps", lambda: 20.0)
     assert controller.seconds_per_kv_token(1000.0) == pytest.approx(5e-8)
+
+
+def test_replays_correct_the_durations_of_start_up():
+    """Trees of 8 nodes are the best. At start-up each node beyond the fourth seemed to cost twice what it does."""
+    rates = [1.0, 0.7, 0.55, 0.4, 0.25, 0.2, 0.2, 0.2] + [0.05] * 8
+    lengths = tree_lengths(16)
+    started = {1: 4.0, 4: 5.2, 8: 7.8, 16: 13.0}
+    real = {1: 4.0, 4: 5.5, 8: 6.7, 16: 9.3}
+    measured = MeasuredReplays()
+    chooser = LengthChooser(
+        lengths, lambda bs, length: started[length] * measured.factor(bs, length), TreeAcceptance(16, 16)
+    )
+    draw, chosen = random.Random(0), []
+    for _ in range(3000):
+        chosen.append(chooser.choose(1))
+        chooser.completed([0], AcceptedInTrees(tree_result(draw, chosen[-1], 1, rates), [], 1))
+        measured.add(1, chosen[-1], real[chosen[-1]] / started[chosen[-1]])
+    assert chosen[1000:].count(8) > 0.8 * 2000
+
+
+def test_factors_of_replays():
+    measured = MeasuredReplays()
+    assert measured.factor(8, 16) == 1.0
+    # A few replays may have been slow by chance.
+    for _ in range(FEWEST_REPLAYS - 1):
+        measured.add(8, 4, 3.0)
+    assert measured.factor(8, 4) == 1.0
+    for _ in range(REPLAY_SAMPLES):
+        measured.add(8, 4, 1.25)
+        measured.add(1, 16, 0.5)
+    assert measured.factor(8, 4) == measured.factor(5, 4) == 1.25
+    # Batches of the same size, and then drafts of about the same length, are the most similar.
+    assert measured.factor(8, 16) == 1.25
+    assert measured.factor(1, 4) == measured.factor(2, 16) == 0.5
+    for _ in range(REPLAY_SAMPLES):
+        measured.add(8, 16, 2.0)
+    assert measured.factor(8, 8) in (1.25, 2.0) and measured.factor(8, 12) == 2.0
+
+
+class GpuClock:
+    """Stands for the GPU: work that is launched runs after all earlier work."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.host, self._free = 0.0, 0.0
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: GpuEvent(self))
+
+    def launch(self, seconds: float) -> float:
+        """Return when it ends."""
+        self._free = max(self._free, self.host) + seconds
+        return self._free
+
+
+class GpuEvent:
+    def __init__(self, clock: GpuClock) -> None:
+        self._clock = clock
+
+    def record(self) -> None:
+        self._at = self._clock.launch(0.0)
+
+    def query(self) -> bool:
+        return self._clock.host >= self._at
+
+    def elapsed_time(self, end: GpuEvent) -> float:
+        return 1e3 * (end._at - self._at)
+
+
+def timed(clock: GpuClock, timer: ReplayTimer, cycles: int, gpu_seconds: float, host_seconds: float) -> list:
+    """Return what is read in cycles of four draft tokens. The host is at most one cycle ahead."""
+    found, ends = [], [0.0, 0.0]
+    for _ in range(cycles):
+        clock.host = max(clock.host, ends[-2])
+        found.append(timer.read())
+        timer.begin(8, 4)
+        ends.append(clock.launch(gpu_seconds))
+        # The launch takes the host a while.
+        clock.host += 0.5 * host_seconds
+        timer.end(8, 4, expected=0.25)
+        clock.host += 0.5 * host_seconds
+    return [entry for entry in found if entry is not None]
+
+
+def test_replays_are_timed_while_the_gpu_is_busy(monkeypatch):
+    clock = GpuClock(monkeypatch)
+    busy = timed(clock, ReplayTimer(steps_per_sample=4), 41, gpu_seconds=2.0, host_seconds=1.0)
+    assert busy == [(8, 4, 0.25, 2.0)] * 10
+
+
+def test_replays_that_the_gpu_waits_for_are_not_timed(monkeypatch):
+    clock = GpuClock(monkeypatch)
+    assert timed(clock, ReplayTimer(steps_per_sample=4), 40, gpu_seconds=0.5, host_seconds=1.0) == []

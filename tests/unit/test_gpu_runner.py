@@ -45,7 +45,7 @@ def test_results_of_every_group(tmp_path, capsys):
     assert len(results) == 8
     assert {name for name, outcome in results.items() if outcome == "FAILED"} == set(group("red").tests)
     # A group that runs alone is the first.
-    assert list(finished.seconds)[0] == "only"
+    assert next(iter(finished.seconds)) == "only"
     assert set(finished.seconds) == {"one", "two", "red", "only"}
     assert capsys.readouterr().out == (tmp_path / "table.txt").read_text()
 

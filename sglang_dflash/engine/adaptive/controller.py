@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 from triton.testing import get_dram_gbps
 
 from sglang_dflash.engine.adaptive.acceptance import AcceptanceModel
-from sglang_dflash.engine.adaptive.cost import HostLatency, MeasuredCost
+from sglang_dflash.engine.adaptive.cost import HostLatency, MeasuredCost, MeasuredReplays, ReplayTimer
 from sglang_dflash.engine.graphs import CycleGraphs
 from sglang_dflash.engine.metrics import AcceptedInTrees
 from sglang_dflash.engine.relay import host_kv_lens
@@ -57,8 +57,13 @@ class DraftLengthController(Protocol):
             fallback: indices of those that need SGLang's sampler.
         """
 
-    def before_replay(self) -> None:
-        """Note that the host is about to replay the cycle's graph."""
+    def before_replay(self, bs: int, length: int) -> None:
+        """Note that the host is about to replay the cycle's graph.
+
+        Args:
+            bs: its requests.
+            length: its draft length.
+        """
 
     def launched(self, bs: int, length: int, is_timed: bool = False) -> None:
         """Note that the cycle has been launched.
@@ -193,7 +198,11 @@ class LengthChooser:
 
 
 class GpuController(DraftLengthController):
-    """Draft length on a GPU: durations of CUDA graphs, plus reading the KV cache, plus the host's latency."""
+    """Draft length on a GPU: durations of CUDA graphs, plus reading the KV cache, plus the host's latency.
+
+    A single rank corrects the durations by those of its replays. Several ranks have to choose by the same, and keep
+    those of the first rank at start-up.
+    """
 
     def __init__(self, graphs: CycleGraphs, acceptance: AcceptanceModel, kv_bytes_per_token: float) -> None:
         """
@@ -203,12 +212,16 @@ class GpuController(DraftLengthController):
             kv_bytes_per_token: of target and drafter, on this rank.
         """
         self._graphs = graphs
-        self._chooser = LengthChooser(graphs.lengths, graphs.cost, acceptance, CYCLES_PER_CHOICE)
+        self._chooser = LengthChooser(graphs.lengths, self._cost, acceptance, CYCLES_PER_CHOICE)
         # Ranks hold parts of different sizes, and have to choose by the same cost.
         self._seconds_per_kv_token = from_first_rank(seconds_per_kv_token(kv_bytes_per_token))
         # Each rank has a host latency of its own, and all have to choose the same.
         is_alone = get_parallel().tp_group.world_size == 1
         self._latency = HostLatency(CYCLES_PER_CHOICE) if is_alone else None
+        self._timer = ReplayTimer(CYCLES_PER_CHOICE) if is_alone else None
+        self._measured = MeasuredReplays()
+        # Time to read the contexts of the last batch that a draft length was chosen for.
+        self._kv_seconds = 0.0
         # Launch of the last replay, and the end of the measured one.
         self._replayed_at, self._cycle_ended = 0.0, torch.cuda.Event()
 
@@ -222,20 +235,37 @@ class GpuController(DraftLengthController):
         if length is not None:
             return length
         # Graphs were timed without contexts. Keys and values are read at the memory's bandwidth.
-        seconds = 0.0
         if self._seconds_per_kv_token:
-            seconds = self._seconds_per_kv_token * int(host_kv_lens(batch, self._graphs.lengths[-1]).sum())
-        return self._chooser.choose(bs, fallback, seconds, None if self._latency is None else self._latency.seconds)
+            num_tokens = int(host_kv_lens(batch, self._graphs.lengths[-1]).sum())
+            self._kv_seconds = self._seconds_per_kv_token * num_tokens
+        latency = None if self._latency is None else self._latency.seconds
+        return self._chooser.choose(bs, fallback, self._kv_seconds, latency)
 
-    def before_replay(self) -> None:
+    def _cost(self, bs: int, length: int) -> float:
+        return self._graphs.cost(bs, length) * self._measured.factor(bs, length)
+
+    def before_replay(self, bs: int, length: int) -> None:
         self._replayed_at = time.perf_counter()
         if self._latency is not None and self._latency.is_measuring:
             self._latency.end_cycle(self._replayed_at, self._cycle_ended.query())
+        if self._timer is not None:
+            self._learn_duration()
+            self._timer.begin(self._graphs.padded(bs), length)
+
+    def _learn_duration(self) -> None:
+        timed = self._timer.read()
+        if timed is not None:
+            bs, length, kv_seconds, seconds = timed
+            self._measured.add(bs, length, max(0.0, seconds - kv_seconds) / self._graphs.cost(bs, length))
 
     def launched(self, bs: int, length: int, is_timed: bool = False) -> None:
+        if not is_timed or self._latency is None:
+            return
+        bs = self._graphs.padded(bs)
+        self._timer.end(bs, length, self._kv_seconds)
         # One cycle in several, because the event costs the host time too.
-        if is_timed and self._latency is not None and self._latency.is_due:
-            self._latency.begin_cycle(self._replayed_at, self._graphs.padded(bs))
+        if self._latency.is_due:
+            self._latency.begin_cycle(self._replayed_at, bs)
             self._cycle_ended.record()
 
     def completed(self, num_correct_drafts: Sequence[int], in_trees: AcceptedInTrees | None) -> int:

@@ -1,7 +1,8 @@
 """Duration of a cycle by its draft length, where it has to be measured while the server runs.
 
-On a GPU, CUDA graphs are timed at start-up (`engine.graphs.CycleGraphs`), and :class:`HostLatency` adds what the host
-needs. On a CPU, :class:`MeasuredCost` times the cycles themselves.
+On a GPU, CUDA graphs are timed at start-up (`engine.graphs.CycleGraphs`). :class:`MeasuredReplays` corrects these times
+by those of replays while the server runs, and :class:`HostLatency` adds what the host needs. On a CPU,
+:class:`MeasuredCost` times the cycles themselves.
 Shapes: bs requests, N verified tokens of a request (the draft length).
 """
 
@@ -15,12 +16,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
+import torch
+
 # Safety factor on the measured CPU cost of draft lengths above 1: these must win by more than the measurement error.
 CPU_COST_MARGIN = 1.05
 # What remains of the measured cost of a draft length after a cycle of another one, so that it is tried again.
 STALE_COST_DECAY = 0.9995
 # Weight of the newest cycle in the average cost of cycles of its kind.
 NEWEST_WEIGHT = 0.2
+# Replays of a draft length whose median duration counts, and the fewest that do.
+REPLAY_SAMPLES, FEWEST_REPLAYS = 8, 3
 # Measured cycles that the host's latency is an average of.
 LATENCY_SAMPLES = 8
 
@@ -139,6 +144,82 @@ def _interpolate(averages: Sequence[_Average], bs: int) -> float:
     seconds = a.seconds + (b.seconds - a.seconds) * (bs - a.bs) / (b.bs - a.bs)
     # More requests take longer, but not more than in proportion.
     return sorted((proportional, seconds, nearest.seconds))[1]
+
+
+class MeasuredReplays:
+    """Durations of replays while a server runs, as factors of those at start-up.
+
+    At start-up requests have no contexts. The tokens of a real request are alike, and choose fewer experts of a mixture
+    than tokens without a context. So large trees are faster than they were then. Batch sizes are grouped by powers of
+    two (:func:`_size_class`).
+    """
+
+    def __init__(self) -> None:
+        # By size class and draft length: the last factors, and their median if they are enough.
+        self._samples: dict[tuple[int, int], deque[float]] = {}
+        self._factors: dict[tuple[int, int], float] = {}
+
+    def add(self, bs: int, length: int, factor: float) -> None:
+        """Note that a replay took `factor` times as long as at start-up."""
+        key = _size_class(bs), length
+        samples = self._samples.setdefault(key, deque(maxlen=REPLAY_SAMPLES))
+        samples.append(factor)
+        if len(samples) >= FEWEST_REPLAYS:
+            self._factors[key] = median(samples)
+
+    def factor(self, bs: int, length: int) -> float:
+        """Return the factor of a draft length: its own, else that of the most similar cycles, else 1."""
+        size = _size_class(bs)
+        if not self._factors:
+            return 1.0
+        if (size, length) in self._factors:
+            return self._factors[size, length]
+        nearest = min(self._factors, key=lambda key: (abs(key[0] - size), max(key[1], length) / min(key[1], length)))
+        return self._factors[nearest]
+
+
+class ReplayTimer:
+    """Times some of the replays by CUDA events. The host never waits for one."""
+
+    def __init__(self, steps_per_sample: int) -> None:
+        """
+        Args:
+            steps_per_sample: replays of a draft length of which one is timed: events cost the host time.
+        """
+        self._steps_per_sample = steps_per_sample
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._replays = 0
+        # By size class and draft length: the replay from which on another one is to be timed.
+        self._due: dict[tuple[int, int], int] = {}
+        self._has_begun = False
+        # What the replay between the two events is, until its duration is read.
+        self._timed: tuple[int, int, float] | None = None
+
+    def begin(self, bs: int, length: int) -> None:
+        """Note that a cycle of `bs` requests with this draft length is about to be replayed."""
+        self._replays += 1
+        self._has_begun = self._timed is None and self._replays >= self._due.get((_size_class(bs), length), 0)
+        if self._has_begun:
+            self._begin.record()
+
+    def end(self, bs: int, length: int, expected: float) -> None:
+        """Note that the replay has been launched.
+
+        Args:
+            expected: what :meth:`read` returns with its duration.
+        """
+        # A GPU that has waited for the launch would have waited in the measured time.
+        if self._has_begun and not self._begin.query():
+            self._end.record()
+            self._timed = bs, length, expected
+            self._due[_size_class(bs), length] = self._replays + self._steps_per_sample
+
+    def read(self) -> tuple[int, int, float, float] | None:
+        """Return bs, length, `expected` and the seconds of the timed replay; None: there is none, or it still runs."""
+        if self._timed is None or not self._end.query():
+            return None
+        timed, self._timed = self._timed, None
+        return *timed, self._begin.elapsed_time(self._end) / 1e3
 
 
 class _LatencySamples:
