@@ -140,7 +140,7 @@ def adapt(paths: list, texts: list[float], bs: int, seconds: dict[int, float], c
     return chosen
 
 
-@pytest.mark.parametrize("bs", [2, 8, 32])
+@pytest.mark.parametrize("bs", [1, 2, 8, 32])
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("name", TABLES)
 def test_regret(paths, tokens_per_cycle, name, texts, bs):

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Share of the cycles' time that exploration of longer drafts may lose, and that it may take.
 EXPLORATION_LOSS, EXPLORATION_SHARE = 1 / 256, 1 / 16
-# Of draft lengths that are this near the best, the longest is chosen: what it accepts tells most.
-NEARLY_BEST = 0.995
 # On a GPU, cycles that one choice is for, whose results are learned together, and of which the host measures one.
 # Choosing, copying counts and measuring take longer than most of what the host does for a cycle.
 CYCLES_PER_CHOICE = 16
@@ -166,7 +164,6 @@ class LengthChooser:
             ]
             best = rates.index(max(rates))
             if costs[best]:
-                best = max(i for i, rate in enumerate(rates) if rate >= NEARLY_BEST * rates[best])
                 # The value of a longer draft becomes known by verifying it.
                 longer = next((i for i in range(best + 1, len(costs)) if costs[i] < math.inf), best)
                 lost = costs[longer] * (1 - rates[longer] / rates[best])

@@ -25,7 +25,7 @@ STALE_COST_DECAY = 0.9995
 # Weight of the newest cycle in the average cost of cycles of its kind.
 NEWEST_WEIGHT = 0.2
 # Replays of a draft length whose median duration counts, and the fewest that do.
-REPLAY_SAMPLES, FEWEST_REPLAYS = 8, 3
+REPLAY_SAMPLES, FEWEST_REPLAYS = 32, 3
 # Measured cycles that the host's latency is an average of.
 LATENCY_SAMPLES = 8
 
