@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
+from support.files import replace_file
 
 from models.tiny import TARGET_DIR
 
@@ -40,9 +41,9 @@ def adapter(name: str, modules: tuple[str, ...] = LAYERS, strength: float = 0.05
         kind = "lora_embedding_{}" if is_table else "lora_{}.weight"
         tensors[f"base_model.model.{path}.{kind.format('A')}"] = a * num_inputs**-0.5 if not is_table else a * 0.05
         tensors[f"base_model.model.{path}.{kind.format('B')}"] = b * strength
-    save_file(tensors, folder / "adapter_model.safetensors")
+    replace_file(folder / "adapter_model.safetensors", save(tensors))
     fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4 * RANK, "target_modules": list(modules)}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    replace_file(folder / "adapter_config.json", json.dumps(fields).encode())
     return str(folder)
 
 

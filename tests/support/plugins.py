@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from support.files import replace_file
+
 _PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
@@ -16,17 +18,11 @@ def _install(name: str) -> str:
     folder = Path(tempfile.gettempdir()) / f"sglang-dflash-test-plugins-{os.getuid()}" / name
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    _write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
-    _write(info / "entry_points.txt", f"[sglang.srt.plugins]\n{name} = {name}:register\n")
-    _write(folder / f"{name}.py", (_PLUGINS / f"{name}.py").read_text())
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n"
+    replace_file(info / "METADATA", metadata.encode())
+    replace_file(info / "entry_points.txt", f"[sglang.srt.plugins]\n{name} = {name}:register\n".encode())
+    replace_file(folder / f"{name}.py", (_PLUGINS / f"{name}.py").read_bytes())
     return str(folder)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that a server of another process may be reading."""
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(text)
-    written.replace(path)
 
 
 def python_path(*names: str) -> str:
