@@ -18,6 +18,7 @@ from sglang_dflash.engine.adaptive.cost import (
     FEWEST_REPLAYS,
     LATENCY_SAMPLES,
     REPLAY_SAMPLES,
+    REPLAY_SPREAD,
     HostLatency,
     MeasuredCost,
     MeasuredReplays,
@@ -88,7 +89,7 @@ def test_most_tokens_per_time(acceptance, fixed_cost, best, cycles_per_choice):
     chosen = run_chains(chooser, acceptance, 1000)[500:]
 
     # More are verified now and then, to learn what the next ones would give; that takes little time, and loses less.
-    assert sum(w == best for w in chosen) > 0.9 * len(chosen)
+    assert sum(w == best for w in chosen) > 0.85 * len(chosen)
     wider = min((w for w in LENGTHS if w > best), default=best)
     assert wider in chosen
     seconds = {w: fixed_cost + w for w in LENGTHS}
@@ -493,13 +494,15 @@ def test_factors_of_replays():
     for _ in range(REPLAY_SAMPLES):
         measured.add(8, 4, 1.25)
         measured.add(1, 16, 0.5)
-    assert measured.factor(8, 4) == measured.factor(5, 4) == 1.25
+    # A median of a few may be too slow by chance.
+    known, unknown = (1 - REPLAY_SPREAD / math.sqrt(samples) for samples in (REPLAY_SAMPLES, FEWEST_REPLAYS))
+    assert measured.factor(8, 4) == measured.factor(5, 4) == pytest.approx(1.25 * known)
     # Batches of the same size, and then drafts of about the same length, are the most similar.
-    assert measured.factor(8, 16) == 1.25
-    assert measured.factor(1, 4) == measured.factor(2, 16) == 0.5
+    assert measured.factor(8, 16) == pytest.approx(1.25 * unknown)
+    assert measured.factor(1, 4) == measured.factor(2, 16) == pytest.approx(0.5 * unknown)
     for _ in range(REPLAY_SAMPLES):
         measured.add(8, 16, 2.0)
-    assert measured.factor(8, 8) in (1.25, 2.0) and measured.factor(8, 12) == 2.0
+    assert measured.factor(8, 8) / unknown in (1.25, 2.0) and measured.factor(8, 12) == pytest.approx(2.0 * unknown)
 
 
 class GpuClock:

@@ -113,31 +113,52 @@ def mean_tokens(paths: list, kept: list[float], length: int) -> float:
     return sum(verified) / len(verified)
 
 
-def adapt(paths: list, texts: list[float], bs: int, seconds: dict[int, float], cycles: int) -> Counter[int]:
-    """Serve cycles, two in flight, with counts that come as `TreeCounts` copies them; how often lengths were chosen."""
-    acceptance = TreeAcceptance(NUM_NODES, 16, CYCLES_PER_CHOICE)
-    chooser = LengthChooser(LENGTHS, lambda _, length: seconds[length], acceptance, CYCLES_PER_CHOICE)
-    draw, chosen = random.Random(2), Counter()
-    requests = [Request(draw, paths, texts[i % len(texts)]) for i in range(bs)]
-    counts, counted, last, in_flight = {length: [0] * length for length in LENGTHS}, Counter(), 0, []
-    for cycle in range(cycles):
-        length = chooser.reuse_choice(bs) or chooser.choose(bs)
-        # At first all lengths are tried, which takes time once.
-        chosen[length] += cycle >= 10 * CYCLES_PER_CHOICE
-        copied, nodes = None, counts[length]
-        nodes[0] += bs
+class Server:
+    """Chooses lengths as a server does: two cycles are in flight, and counts come as `TreeCounts` copies them.
+
+    Attributes:
+        chosen: how often each length was chosen.
+    """
+
+    def __init__(self, bs: int, seconds: dict[int, float]) -> None:
+        self._bs, self.chosen = bs, Counter()
+        acceptance = TreeAcceptance(NUM_NODES, 16, CYCLES_PER_CHOICE)
+        self._chooser = LengthChooser(LENGTHS, lambda _, length: seconds[length], acceptance, CYCLES_PER_CHOICE)
+        self._counts, self._counted, self._last = {length: [0] * length for length in LENGTHS}, Counter(), 0
+        self._in_flight = []
+
+    def verify(self, requests: list[Request]) -> tuple[int, int]:
+        """Run a cycle, and return its length and the tokens that it committed."""
+        length = self._chooser.reuse_choice(self._bs) or self._chooser.choose(self._bs)
+        self.chosen[length] += 1
+        copied, nodes, tokens = None, self._counts[length], self._bs
+        nodes[0] += self._bs
         for request in requests:
-            for node in request.verify(length):
+            accepted = request.verify(length)
+            tokens += len(accepted)
+            for node in accepted:
                 nodes[node] += 1
         if length > 1:
-            counted[length] += 1
-            if length != last or counted[length] >= CYCLES_PER_CHOICE:
-                copied, counts[length] = AcceptedInTrees(nodes, [], counted.pop(length)), [0] * length
-        last = length
-        in_flight.append(copied)
-        if len(in_flight) > 1:
-            chooser.completed([0] * bs, in_flight.pop(0))
-    return chosen
+            self._counted[length] += 1
+            if length != self._last or self._counted[length] >= CYCLES_PER_CHOICE:
+                copied, self._counts[length] = AcceptedInTrees(nodes, [], self._counted.pop(length)), [0] * length
+        self._last = length
+        self._in_flight.append(copied)
+        if len(self._in_flight) > 1:
+            self._chooser.completed([0] * self._bs, self._in_flight.pop(0))
+        return length, tokens
+
+
+def adapt(paths: list, texts: list[float], bs: int, seconds: dict[int, float], cycles: int) -> Counter[int]:
+    """Serve cycles of requests that go on forever; how often lengths were chosen."""
+    draw, server = random.Random(2), Server(bs, seconds)
+    requests = [Request(draw, paths, texts[i % len(texts)]) for i in range(bs)]
+    for cycle in range(cycles):
+        if cycle == 10 * CYCLES_PER_CHOICE:
+            # At first all lengths are tried, which takes time once.
+            server.chosen.clear()
+        server.verify(requests)
+    return server.chosen
 
 
 @pytest.mark.parametrize("bs", [1, 2, 8, 32])
@@ -153,3 +174,33 @@ def test_regret(paths, tokens_per_cycle, name, texts, bs):
     best = max(rates, key=rates.__getitem__)
     print(f"\n{name}, {texts}, {bs}: best {best}, regret {1 - rate / rates[best]:.4f}, {dict(sorted(chosen.items()))}")
     assert rate > (1 - MAX_REGRET) * rates[best]
+
+
+def one_client(paths: list, seed: int, seconds: dict[int, float], length: int | None = None) -> float:
+    """Answer 60 requests of 256 tokens, one after the other, easy and hard ones; tokens per time.
+
+    Args:
+        length: of all cycles; None: it adapts.
+    """
+    server, total, tokens = Server(1, seconds), 0.0, 0
+    for i, kept in enumerate(random.Random(seed).choices([1.0, 0.8, 0.5, 0.02], k=60)):
+        request, written = Request(random.Random(1000 * seed + i), paths, kept), 0
+        while written < 256:
+            used, committed = server.verify([request]) if length is None else (length, 1 + len(request.verify(length)))
+            written += committed
+            total += seconds[used]
+        tokens += written
+    return tokens / total
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_one_client(paths, name):
+    """One request tells little in the cycles until the next one begins, which may be easier or harder."""
+    # qwen3.5-35b-a3b-adaptive_h200_2026-11-27.md: three lengths are nearly as good on easy texts.
+    experts = {1: 4.0, 4: 5.4, 8: 6.6, 16: 8.0}
+    seconds = experts if name == "experts" else {length: milliseconds(name, 1, length) for length in LENGTHS}
+    seeds = range(10)
+    fixed = {length: sum(one_client(paths, seed, seconds, length) for seed in seeds) for length in LENGTHS}
+    adapted = sum(one_client(paths, seed, seconds) for seed in seeds)
+    print(f"\n{name}: {adapted / max(fixed.values()):.4f} of the best, {max(fixed, key=fixed.get)}")
+    assert adapted > 0.985 * max(fixed.values())

@@ -7,17 +7,20 @@ Shapes: B block size, N verified tokens of a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Protocol
 
 from sglang_dflash.engine.metrics import AcceptedInTrees
 
-# What remains of an acceptance count after another cycle: rates are those of the last hundred cycles.
-RATE_DECAY = 0.99
-# A cycle that verifies more drafts than this at one position counts as several.
-DRAFTS_PER_CYCLE = 10
+# What remains of an acceptance count after another draft at its position: usual rates are those of a thousand drafts.
+DRAFT_DECAY = 0.999
+# What remains of it after another cycle at the most: recent rates are those of the last hundred cycles or fewer.
+CYCLE_DECAY = 0.99
+# Recent rates count alone if the shortest drafts commit more, or less, than usual by this share: the texts are others.
+# Chance moves the tokens of a hundred cycles by less.
+CHANGED_TEXTS = 0.2
 
 
 def chain_lengths(block_size: int) -> tuple[int, ...]:
@@ -67,13 +70,47 @@ class AcceptanceModel(Protocol):
 
 
 class _AcceptanceRates:
-    """Share of the tried drafts that were accepted, by position or node, weighted towards recent cycles.
+    """Share of the tried drafts that were accepted, by position or node, weighted towards recent drafts.
 
     A draft counts as accepted until it has been tried.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, cycle_decay: float = 1.0) -> None:
+        """
+        Args:
+            count: positions or nodes.
+            cycle_decay: what remains of a count after a cycle, unless its drafts leave less.
+        """
         self._tried, self._accepted = ([1.0] * count for _ in range(2))
+        self._cycle_decay = cycle_decay
+
+    def add(self, tried: int, accepted: Sequence[int], first: int, cycles: int) -> None:
+        """Count accepted drafts. See :meth:`_ExpectedTokens.add`."""
+        decay = min(DRAFT_DECAY**tried, self._cycle_decay**cycles)
+        for j, count in enumerate(accepted, start=first):
+            self._tried[j] = decay * self._tried[j] + tried
+            self._accepted[j] = decay * self._accepted[j] + count
+
+    def __iter__(self) -> Iterator[float]:
+        return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+
+
+class _ExpectedTokens:
+    """Committed tokens of a cycle by its draft length: the usual ones, or the recent ones if the texts have changed.
+
+    A hundred cycles of one request say too little for a choice between lengths that are nearly as good.
+    """
+
+    def __init__(self, count: int, tokens: Callable[[Iterable[float]], Iterable[float]], shortest: int) -> None:
+        """
+        Args:
+            count: positions or nodes.
+            tokens: returns the committed tokens of the draft lengths 1, 2, ... by acceptance rates.
+            shortest: the shortest draft length with drafts, which most cycles tell about.
+        """
+        self._usual, self._recent = _AcceptanceRates(count), _AcceptanceRates(count, CYCLE_DECAY)
+        self._tokens, self._shortest = tokens, shortest
+        self._expected: list[float] | None = None
 
     def add(self, tried: int, accepted: Sequence[int], first: int = 0, cycles: int = 1) -> None:
         """Count accepted drafts.
@@ -84,14 +121,17 @@ class _AcceptanceRates:
             first: index of the first of these drafts.
             cycles: how many cycles the counts are from.
         """
-        # A large batch tells as much in a few cycles, and some of its texts begin as others end.
-        decay = RATE_DECAY ** max(cycles, tried / DRAFTS_PER_CYCLE)
-        for j, count in enumerate(accepted, start=first):
-            self._tried[j] = decay * self._tried[j] + tried
-            self._accepted[j] = decay * self._accepted[j] + count
+        for rates in (self._usual, self._recent):
+            rates.add(tried, accepted, first, cycles)
+        self._expected = None
 
-    def __iter__(self) -> Iterator[float]:
-        return (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+    def __call__(self) -> Sequence[float]:
+        """Return the committed tokens with draft lengths 1, 2, ..."""
+        if self._expected is None:
+            usual, recent = (list(self._tokens(rates)) for rates in (self._usual, self._recent))
+            change = recent[self._shortest - 1] / usual[self._shortest - 1] - 1
+            self._expected = recent if abs(change) > CHANGED_TEXTS else usual
+        return self._expected
 
 
 class ChainAcceptance:
@@ -104,13 +144,14 @@ class ChainAcceptance:
             cycles_per_update: consecutive cycles of one draft length that are learned together.
         """
         self.lengths = chain_lengths(block_size)
-        # Of each draft, given that those before it were accepted.
-        self._rates = _AcceptanceRates(block_size - 1)
+        # Rates are those of each draft, given that those before it were accepted.
+        self._expected = _ExpectedTokens(
+            block_size - 1, lambda rates: accumulate(accumulate((1.0, *rates), mul)), self.lengths[1]
+        )
         self._cycles_per_update = cycles_per_update
         # The cycles that are to be learned next, all of one draft length: accepted drafts of each request.
         self._length, self._cycles = 0, 0
         self._correct: list[int] = []
-        self._expected: list[float] | None = None
 
     def learn(
         self,
@@ -134,14 +175,12 @@ class ChainAcceptance:
         # Requests with at least 0, 1, ... accepted drafts.
         reached = list(accumulate(requests[correct] for correct in reversed(range(self._length))))[::-1]
         for j, (tried, accepted) in enumerate(pairwise(reached)):
-            self._rates.add(tried, [accepted], first=j, cycles=self._cycles)
-        self._cycles, self._expected = 0, None
+            self._expected.add(tried, [accepted], first=j, cycles=self._cycles)
+        self._cycles = 0
         self._correct.clear()
 
     def expected_tokens(self, fallback_share: float = 0.0) -> Sequence[float]:
-        if self._expected is None:
-            self._expected = list(accumulate(accumulate((1.0, *self._rates), mul)))
-        return self._expected
+        return self._expected()
 
 
 class TreeAcceptance:
@@ -160,8 +199,7 @@ class TreeAcceptance:
         """
         self.lengths = tree_lengths(num_nodes)
         # The root is always accepted.
-        self._rates = _AcceptanceRates(num_nodes)
-        self._expected: list[float] | None = None
+        self._expected = _ExpectedTokens(num_nodes, accumulate, self.lengths[1])
         self._chains = ChainAcceptance(block_size, cycles_per_update)
         self._block_size = block_size
 
@@ -175,16 +213,14 @@ class TreeAcceptance:
         if fallback:
             self._chains.learn(min(length, self._block_size), [num_correct_drafts[i] for i in fallback])
         if in_trees is not None:
-            self._rates.add(in_trees.nodes[0], in_trees.nodes, cycles=in_trees.cycles)
-            self._expected = None
+            self._expected.add(in_trees.nodes[0], in_trees.nodes, cycles=in_trees.cycles)
 
     def expected_tokens(self, fallback_share: float = 0.0) -> Sequence[float]:
-        if self._expected is None:
-            self._expected = list(accumulate(self._rates))
+        expected = self._expected()
         if not fallback_share:
-            return self._expected
+            return expected
         chains = self._chains.expected_tokens()
         return [
             (1 - fallback_share) * tokens + fallback_share * chains[min(i, self._block_size - 1)]
-            for i, tokens in enumerate(self._expected)
+            for i, tokens in enumerate(expected)
         ]

@@ -26,6 +26,8 @@ STALE_COST_DECAY = 0.9995
 NEWEST_WEIGHT = 0.2
 # Replays of a draft length whose median duration counts, and the fewest that do.
 REPLAY_SAMPLES, FEWEST_REPLAYS = 32, 3
+# Durations of replays with one draft length differ by about this share, since texts choose different experts.
+REPLAY_SPREAD = 0.1
 # Measured cycles that the host's latency is an average of.
 LATENCY_SAMPLES = 8
 
@@ -150,8 +152,9 @@ class MeasuredReplays:
     """Durations of replays while a server runs, as factors of those at start-up.
 
     At start-up requests have no contexts. The tokens of a real request are alike, and choose fewer experts of a mixture
-    than tokens without a context. So large trees are faster than they were then. Batch sizes are grouped by powers of
-    two (:func:`_size_class`).
+    than tokens without a context. So large trees are faster than they were then. A draft length of which few replays
+    were timed counts as faster by the error of their median, so that it is not given up by chance. Batch sizes are
+    grouped by powers of two (:func:`_size_class`).
     """
 
     def __init__(self) -> None:
@@ -172,10 +175,10 @@ class MeasuredReplays:
         size = _size_class(bs)
         if not self._factors:
             return 1.0
-        if (size, length) in self._factors:
-            return self._factors[size, length]
+        own = size, length
+        count = len(self._samples[own]) if own in self._factors else FEWEST_REPLAYS
         nearest = min(self._factors, key=lambda key: (abs(key[0] - size), max(key[1], length) / min(key[1], length)))
-        return self._factors[nearest]
+        return self._factors[nearest] * (1 - REPLAY_SPREAD / math.sqrt(count))
 
 
 class ReplayTimer:
