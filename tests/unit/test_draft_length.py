@@ -180,6 +180,22 @@ def test_several_cycles_at_once():
     assert at_once.expected_tokens() == pytest.approx(one_by_one.expected_tokens(), rel=0.05)
 
 
+def test_chance_and_change_of_one_request():
+    """A hundred cycles of one request change little, unless its text is another."""
+
+    def learned(draw: random.Random, cycles: int, rate: float) -> float:
+        for _ in range(cycles):
+            acceptance.learn(8, chain_result(draw, 8, 1, rate))
+        return acceptance.expected_tokens()[-1]
+
+    for seed in range(10):
+        acceptance, draw = ChainAcceptance(8), random.Random(seed)
+        usual = learned(draw, 2000, 0.7)
+        assert learned(draw, 100, 0.7) == pytest.approx(usual, rel=0.05)
+        assert learned(draw, 100, 0.05) < 0.7 * usual
+        assert learned(draw, 200, 0.7) > 0.9 * usual
+
+
 def test_long_contexts_make_rows_cheap():
     """Time that a cycle takes at any draft length is spread over its tokens."""
     acceptance = ChainAcceptance(16)

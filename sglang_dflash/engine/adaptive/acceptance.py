@@ -18,9 +18,9 @@ from sglang_dflash.engine.metrics import AcceptedInTrees
 DRAFT_DECAY = 0.999
 # What remains of it after another cycle at the most: recent rates are those of the last hundred cycles or fewer.
 CYCLE_DECAY = 0.99
-# Recent rates count alone if the shortest drafts commit more, or less, than usual by this share: the texts are others.
-# Chance moves the tokens of a hundred cycles by less.
-CHANGED_TEXTS = 0.2
+# Recent rates count alone if cycles accept more, or fewer, of the shortest drafts than usual by this share: the texts
+# are others. Chance changes a hundred cycles by less.
+CHANGED_TEXTS = 1 / 3
 
 
 def chain_lengths(block_size: int) -> tuple[int, ...]:
@@ -129,8 +129,9 @@ class _ExpectedTokens:
         """Return the committed tokens with draft lengths 1, 2, ..."""
         if self._expected is None:
             usual, recent = (list(self._tokens(rates)) for rates in (self._usual, self._recent))
-            change = recent[self._shortest - 1] / usual[self._shortest - 1] - 1
-            self._expected = recent if abs(change) > CHANGED_TEXTS else usual
+            accepted, usually_accepted = recent[self._shortest - 1] - 1, usual[self._shortest - 1] - 1
+            is_other_text = abs(accepted - usually_accepted) > CHANGED_TEXTS * usually_accepted
+            self._expected = recent if is_other_text else usual
         return self._expected
 
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Share of the cycles' time that exploration of longer drafts may lose, and that it may take.
 EXPLORATION_LOSS, EXPLORATION_SHARE = 1 / 256, 1 / 8
-# Share that counts of what a longer draft commits more: a shorter draft's next cycle commits a part of it too. With a
-# real drafter the measured difference is 1.03 to 1.6 times the one between servers with these lengths.
+# Share that counts of what a longer draft commits more: a shorter draft's next cycle commits a part of it too. Cycles
+# of SmolLM2's drafter show 1.05 to 1.55 times of what a server gains by it (scripts/results/cycle_notes.md).
 LONGER_SHARE = 0.85
 # On a GPU, cycles that one choice is for, whose results are learned together, and of which the host measures one.
 # Choosing, copying counts and measuring take longer than most of what the host does for a cycle.
