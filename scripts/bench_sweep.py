@@ -1,4 +1,4 @@
-"""Compare no speculation, SGLang's in-tree DFLASH and this package in one command.
+"""Compare no speculation, SGLang's in-tree DFLASH, vLLM's and this package in one command.
 
 On a CPU, with the tiny pair that this package ships:
 
@@ -20,6 +20,12 @@ HTTP servers, measured by SGLang's own `bench_serving`, for numbers of clients a
         --new-tokens 256 --out work/serving
     python3 scripts/bench_sweep.py --measure serving --pairs Qwen/Qwen3-8B:z-lab/Qwen3-8B-DFlash-b16 --concurrency 64 \\
         --datasets ShareGPT_V3_unfiltered_cleaned_split.json --own-lengths --request-rates 1 2 4 8 inf --out work/rates
+
+The same with default flags, and with vLLM's server from an environment of its own:
+
+    python3 scripts/bench_sweep.py --measure serving --pairs qwen3-8b --default-flags --concurrency 1 8 32 \\
+        --prompt-tokens 512 --new-tokens 256 --recorded-drafts scripts/bench/smollm2_drafts.safetensors \\
+        --modes vllm ours --vllm-python ~/vllm/bin/python --out work/vllm
 
 With checkpoints and a dataset (JSONL of GSM8K, HumanEval, MATH-500 or MT-Bench; GSM8K's answers give the accuracy):
 
@@ -53,6 +59,7 @@ from bench.pairs import PAIRS, Pair, find_pair
 from bench.prompts import RANDOM_IDS, TINY_PROMPTS, Prompts, read_dataset, serving_format
 from bench.results import Results, markdown
 from bench.server import ServerProcess
+from bench.vllm import vllm_version
 from bench.workload import APIS, MODES, Configuration, Load, Serving, Workload
 from tqdm import tqdm
 
@@ -67,7 +74,9 @@ _METHODS = {
     "and ITL. Before each run as many requests as there are clients warm up the server, and its radix cache is "
     "emptied. Answers to random tokens have the full length; others may end earlier.",
 }
-_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "default_flags")
+_SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "default_flags", "vllm_python")
+# Setup that a report need not share.
+_PLACES = ("request_rates", "vllm_python")
 
 # Engines that take turns, and their load.
 Round = tuple[list[Candidate], Load]
@@ -134,6 +143,7 @@ def make_serving(args: argparse.Namespace) -> Serving | None:
         context_tokens=args.context_tokens,
         own_lengths=args.own_lengths,
         default_flags=args.default_flags,
+        vllm_python=args.vllm_python,
     )
 
 
@@ -155,6 +165,8 @@ def make_units(pairs: list[Pair], workload: Workload, args: argparse.Namespace) 
                 unit = []
                 if "in-tree" in args.modes:
                     unit.append(candidate("in-tree", pair, backend, tp, block, window))
+                if "vllm" in args.modes:
+                    unit.append(candidate("vllm", pair, backend, tp, block, window))
                 if "ours" in args.modes:
                     ways = itertools.product(args.trees, args.adaptive or [True])
                     unit += [candidate("ours", pair, backend, tp, block, window, *way) for way in ways]
@@ -283,7 +295,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
     """Return the settings that all figures of a report must share."""
     return {
         "hardware": hardware(args.device),
-        "versions": versions(),
+        "versions": ", ".join([versions(), *filter(None, [args.vllm_python and vllm_version(args.vllm_python)])]),
         "method": _METHODS[args.measure],
         "measure": args.measure,
         "repeats": args.repeats,
@@ -295,7 +307,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "recorded_drafts": None if args.recorded_drafts is None else args.recorded_drafts.name,
         "chat_arguments": args.chat_arguments,
         "engine_arguments": args.engine_arguments,
-        "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name != "request_rates"}
+        "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name not in _PLACES}
         if args.measure == "serving"
         else None,
     }
@@ -327,7 +339,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     parser.add_argument("--pairs", nargs="+", default=["tiny"], help=f"names of {', '.join(PAIRS)}, or TARGET:DRAFTER")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; the in-tree worker needs a GPU")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, help="default: all but vllm; the in-tree worker needs a GPU"
+    )
     parser.add_argument("--backends", nargs="+", help=f"attention backends; default: {_BACKENDS[device][0]}")
     parser.add_argument("--concurrency", nargs="+", type=positive, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompt-tokens", nargs="+", type=positive, help="cut prompts to these lengths")
@@ -384,6 +398,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="servers that have default flags and --engine-arguments, one after the other",
     )
+    serving.add_argument(
+        "--vllm-python", help="for --modes vllm: interpreter of an environment with vLLM; needs --default-flags"
+    )
     serving.add_argument("--own-lengths", action="store_true", help="answers as long as those of the dataset")
     parser.add_argument(
         "--accept-length", type=float, help="to simulate; default: 6.5 for qwen3-8b, 5 for qwen3.5, 4 for small"
@@ -421,7 +438,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ValueError: a flag cannot be used. The message names it. For other errors argparse exits.
     """
     args = make_parser().parse_args(argv)
-    args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else list(MODES))
+    args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else ["none", "in-tree", "ours"])
     defaults = make_parser().parse_args([])
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):
@@ -447,11 +464,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in args.engine_arguments:
         if name in OWN_ARGUMENTS:
             raise ValueError(f"--engine-arguments: {name} is set by the sweep itself; leave it out.")
+    check_vllm(args)
     if args.device == "cpu" and "in-tree" in args.modes:
         raise ValueError("--modes in-tree: SGLang's own DFLASH does not run on a CPU; leave it out.")
     if not args.no_chart and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("matplotlib is not installed: use --no-chart, and --report on a machine that has it.")
     return args
+
+
+def check_vllm(args: argparse.Namespace) -> None:
+    """Check the flags of `--modes vllm`.
+
+    Raises:
+        ValueError: one is missing, or is for SGLang alone. The message names it.
+    """
+    if ("vllm" in args.modes) != (args.vllm_python is not None):
+        raise ValueError("--vllm-python and --modes vllm: each needs the other.")
+    if args.vllm_python is None:
+        return
+    if not args.default_flags:
+        raise ValueError("--modes vllm: SGLang's flags are not vLLM's; use --default-flags.")
+    if args.engine_arguments:
+        raise ValueError("--engine-arguments: not with --modes vllm, which knows none of SGLang's; leave it out.")
 
 
 def per_concurrency(name: str, numbers: list[int] | None, concurrency: list[int]) -> list[int] | None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from bench.prompts import Prompts, read_dataset, serving_format
 from bench.workload import Load, Workload
 
+# `--backend` for vLLM by that for SGLang.
+_VLLM_APIS = {"sglang": "vllm", "sglang-oai-chat": "vllm-chat"}
 # Printed after each run.
 _DONE = "BENCH SERVING DONE"
 # Names in `METRICS` and in the output of bench_serving.
@@ -103,7 +105,8 @@ def client_flags(workload: Workload, load: Load, mode: str, is_dummy: bool, fold
     """Return all flags but the server's address. Files that flags name are written to `folder`."""
     serving, prompts = workload.serving, workload.prompts[load.prompts]
     count = workload.num_requests(load.concurrency, mode)
-    flags = ["--backend", serving.api, *dataset_flags(workload, prompts, count, folder)]
+    api = _VLLM_APIS[serving.api] if mode == "vllm" else serving.api
+    flags = ["--backend", api, *dataset_flags(workload, prompts, count, folder, api)]
     flags += ["--num-prompts", str(count), "--max-concurrency", str(load.concurrency)]
     if load.request_rate is not None:
         flags += ["--request-rate", str(load.request_rate)]
@@ -123,8 +126,8 @@ def client_flags(workload: Workload, load: Load, mode: str, is_dummy: bool, fold
     return [*flags, "--disable-tqdm", "--output-details"]
 
 
-def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path) -> list[str]:
-    """Return the flags that choose `count` prompts.
+def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path, api: str) -> list[str]:
+    """Return the flags that choose `count` prompts for an `--backend`.
 
     Questions that bench_serving cannot read are written in ShareGPT's format.
     """
@@ -134,10 +137,11 @@ def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path
         if not serving.own_lengths:
             lengths += ["--sharegpt-output-len", new_tokens]
     else:
-        # A ratio of 1 fixes the lengths. Token ids are sent because text may be tokenised to another length.
+        # A ratio of 1 fixes the lengths.
         lengths = ["--random-input-len", str(prompts.tokens), "--random-output-len", new_tokens]
         lengths += ["--random-range-ratio", "1"]
-        if serving.api == "sglang":
+        # Token ids are sent because text may be tokenised to another length. Other APIs get text.
+        if api == "sglang":
             lengths.append("--tokenize-prompt")
     if prompts.dataset is None:
         return ["--dataset-name", "random-ids", *lengths]

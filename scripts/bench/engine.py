@@ -74,8 +74,7 @@ def environment(
     if recorded_drafts is not None and mode == "ours":
         env[RECORDED_DRAFTS] = recorded_drafts
     if recorded_drafts is not None and mode == "in-tree":
-        with safe_open(recorded_drafts, "pt") as records:
-            accept_length = float(records.metadata()["tokens_per_cycle"])
+        accept_length = chain_length(recorded_drafts)
     if mode != "none" and accept_length is not None:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     if mode == "in-tree":
@@ -86,6 +85,12 @@ def environment(
             cores = sorted(os.sched_getaffinity(0))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
     return env
+
+
+def chain_length(recorded_drafts: str) -> float:
+    """Return the tokens per cycle that chains of recorded drafts commit."""
+    with safe_open(recorded_drafts, "pt") as records:
+        return float(records.metadata()["tokens_per_cycle"])
 
 
 def engine_arguments(

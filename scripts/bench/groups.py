@@ -12,6 +12,7 @@ from typing import TextIO
 from bench.engine import EngineProcess
 from bench.pairs import checkpoint
 from bench.server import ServerProcess
+from bench.vllm import VllmProcess
 from bench.workload import Configuration, Workload
 
 
@@ -85,7 +86,9 @@ def _start(candidate: Candidate, device: str, models: Path, logs: Path | None) -
     names = [name for name in (configuration.target, configuration.drafter) if name]
     positions = candidate.workload.positions if candidate.is_dummy else 0
     paths = {name: checkpoint(name, models, positions) for name in names}
-    process = EngineProcess if candidate.workload.serving is None else ServerProcess
+    process = EngineProcess
+    if candidate.workload.serving is not None:
+        process = VllmProcess if configuration.mode == "vllm" else ServerProcess
     return process(configuration, candidate.workload, paths, device, candidate.is_dummy, _log_file(logs, configuration))
 
 

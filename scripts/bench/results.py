@@ -136,8 +136,9 @@ def speedup(runs: list[dict], base: list[dict]) -> Spread:
 
 
 def table(results: Results) -> list[str]:
-    """Return the rows of a Markdown table, with speed-ups over no speculation and over the in-tree worker."""
+    """Return the rows of a Markdown table, with speed-ups over no speculation and over the peers."""
     figures = results.repeats()
+    compared = ["none", "in-tree", *["vllm"] * _has_vllm(results)]
     metrics = [name for name in METRICS if any(name in run for run in results.runs)]
     has_rates = any(run["request_rate"] is not None for run in results.runs)
     has_trees, has_adaptive, has_temperatures = (
@@ -147,14 +148,14 @@ def table(results: Results) -> list[str]:
     titles += ["tree"] * has_trees + ["adaptive"] * has_adaptive + ["prompts"]
     titles += ["temperature"] * has_temperatures + ["concurrency"]
     titles += ["arrivals/s"] * has_rates + ["served by"]
-    titles += [METRICS[name][0] for name in metrics] + ["x none", "x in-tree"]
+    titles += [METRICS[name][0] for name in metrics] + [f"x {mode}" for mode in compared]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for runs in sorted(figures.values(), key=lambda runs: _order(runs[0])):
         run = runs[0]
         bases = {
             mode: base
             for base in figures.values()
-            for mode in ("none", "in-tree")
+            for mode in compared
             if base[0]["mode"] == mode != run["mode"] and _comparable(run, base[0])
         }
         cells = [short(run["drafter"]), run["backend"], run["tp"], run["block_size"] or "", run["draft_window"] or ""]
@@ -162,9 +163,13 @@ def table(results: Results) -> list[str]:
         cells += [run["prompts"]] + [f"{run['temperature']:g}"] * has_temperatures + [run["concurrency"]]
         cells += [run["request_rate"] or ""] * has_rates + [run["mode"]]
         cells += [Spread.of(r[name] for r in runs).text(METRICS[name][1]) if name in run else "" for name in metrics]
-        cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in ("none", "in-tree")]
+        cells += [speedup(runs, bases[mode]).text(3) if mode in bases else "" for mode in compared]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return lines
+
+
+def _has_vllm(results: Results) -> bool:
+    return any(run["mode"] == "vllm" for run in results.runs)
 
 
 def _comparable(run: dict, base: dict) -> bool:
@@ -203,6 +208,8 @@ def short(model: str | None) -> str:
 def markdown(results: Results, title: str, chart: str | None) -> str:
     """Return the report: setup, commands and every figure. `chart` is a file in the same folder."""
     setup = results.setup
+    # Servers with default flags take all of a GPU.
+    one_by_one = (setup.get("serving") or {}).get("default_flags", False)
     lines = [
         f"# {title}",
         "",
@@ -211,8 +218,9 @@ def markdown(results: Results, title: str, chart: str | None) -> str:
         *(f"    {command}" for command in results.commands),
         "",
         f"{setup['method']} Figures are medians (min to max) over {setup['repeats']} repeats, in which the engines "
-        "that are compared take turns. Speed-ups are in tokens/s, turn by turn. Which worker served is checked through "
-        "`/server_info`.",
+        f"that are compared {'run one after the other' if one_by_one else 'take turns'}. Speed-ups are in tokens/s, "
+        "repeat by repeat. Which worker served is checked through "
+        f"`/server_info`{', vLLM through `/version`' if _has_vllm(results) else ''}.",
         "",
     ]
     if chart:

@@ -1,4 +1,4 @@
-"""Measurement of one configuration by `sglang.launch_server` in its own process and SGLang's own benchmark."""
+"""Measurement of one configuration by an HTTP server in its own process and SGLang's own benchmark."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def server_arguments(
 
 
 class ServerProcess:
-    """A server for workloads with `serving`, with the methods of `EngineProcess`. It starts at once."""
+    """SGLang's server for workloads with `serving`, with the methods of `EngineProcess`. It starts at once."""
 
     def __init__(
         self, configuration: Configuration, workload: Workload, paths: dict, device: str, is_dummy: bool, log: TextIO
@@ -70,26 +70,45 @@ class ServerProcess:
         self._workload, self._is_dummy = workload, is_dummy
         port, self._port_claim = claim_port()
         self._url = f"http://127.0.0.1:{port}"
-        arguments = server_arguments(configuration, workload, paths, device, is_dummy)
-        arguments |= {
-            "host": "127.0.0.1",
-            "port": port,
-            "nccl_port": port + 1,
-        }
         self._begun = time.perf_counter()
         self._start_figures: dict[str, float] = {}
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *server_flags(arguments)],
-            env=environment(
-                configuration.mode, device, configuration.tp, workload.accept_length, workload.recorded_drafts
-            ),
+            self._command(paths, device, port),
+            env=self._environment(device),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
         )
         self._client = BenchServing(environment("none", device))
+
+    def _command(self, paths: dict[str, str], device: str, port: int) -> list[str]:
+        """Return the command line that starts the server. `paths` has the checkpoints by name."""
+        arguments = server_arguments(self.configuration, self._workload, paths, device, self._is_dummy)
+        arguments |= {"host": "127.0.0.1", "port": port, "nccl_port": port + 1}
+        return [sys.executable, "-m", "sglang.launch_server", *server_flags(arguments)]
+
+    def _environment(self, device: str) -> dict[str, str]:
+        """Return the server's environment."""
+        workload = self._workload
+        return environment(
+            self.configuration.mode, device, self.configuration.tp, workload.accept_length, workload.recorded_drafts
+        )
+
+    def _check(self, http: requests.Session) -> None:
+        """Check that the worker of the mode serves.
+
+        Raises:
+            RuntimeError: another one does.
+        """
+        info = http.get(f"{self._url}/server_info").json()
+        # The size of a pool that SGLang chose is no error.
+        tokens = 0 if self._workload.serving.default_flags else kv_tokens(self._workload)
+        check_server(info, self.configuration.mode, tokens)
+        if self.configuration.mode == "ours":
+            graphs = info["internal_states"][0]["sglang_dflash"]["adaptive_graphs"]
+            self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["shorter"]["gib"]}
 
     def wait_until_ready(self) -> None:
         with requests.Session() as http:
@@ -99,13 +118,7 @@ class ServerProcess:
                     raise RuntimeError(f"{self.configuration} failed:\n{self._log_tail()}")
                 time.sleep(0.5)
             self._start_figures["start_s"] = time.perf_counter() - self._begun
-            info = http.get(f"{self._url}/server_info").json()
-        # The size of a pool that SGLang chose is no error.
-        tokens = 0 if self._workload.serving.default_flags else kv_tokens(self._workload)
-        check_server(info, self.configuration.mode, tokens)
-        if self.configuration.mode == "ours":
-            graphs = info["internal_states"][0]["sglang_dflash"]["adaptive_graphs"]
-            self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["shorter"]["gib"]}
+            self._check(http)
 
     def _is_healthy(self, http: requests.Session) -> bool:
         try:

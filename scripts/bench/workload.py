@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bench.prompts import Prompts
 
-MODES = ("none", "in-tree", "ours")
+MODES = ("none", "in-tree", "vllm", "ours")
 # `--backend` of bench_serving: `/generate` and `/v1/chat/completions`.
 APIS = ("sglang", "sglang-oai-chat")
 
@@ -85,6 +85,7 @@ class Serving:
         context_tokens: limit for a prompt with its answer; longer ones of a dataset are left out.
         own_lengths: whether answers are as long as those of the dataset.
         default_flags: whether servers have default flags.
+        vllm_python: interpreter of an environment with vLLM; None: vLLM is not measured.
     """
 
     api: str
@@ -92,6 +93,7 @@ class Serving:
     context_tokens: int
     own_lengths: bool
     default_flags: bool = False
+    vllm_python: str | None = None
 
 
 @dataclass(frozen=True)

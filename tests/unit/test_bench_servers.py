@@ -70,6 +70,14 @@ def test_formats_that_bench_serving_reads(tmp_path, text, name):
         ('--measure serving --chat-arguments {"a":1}', "--chat-arguments"),
         ("--measure serving --datasets {openai}", "--api sglang"),
         ("--measure serving --default-flags --trees 16", "--trees: not with --default-flags"),
+        ("--measure serving --default-flags --modes vllm", "--vllm-python and --modes vllm"),
+        ("--measure serving --default-flags --vllm-python python3", "--vllm-python and --modes vllm"),
+        ("--measure serving --modes vllm --vllm-python python3", "--modes vllm: .* use --default-flags"),
+        ("--vllm-python python3", "--vllm-python: only for --measure serving"),
+        (
+            '--measure serving --default-flags --modes vllm --vllm-python python3 --engine-arguments {"tp":2}',
+            "--engine-arguments: not with --modes vllm",
+        ),
         ("--measure serving --requests 4 8", "--requests: 2 numbers for 7"),
         ("--measure serving --datasets {custom} --prompt-tokens 9", "--prompt-tokens"),
         ("--measure serving --datasets {sharegpt} --prompt-tokens 9 --own-lengths", "--own-lengths"),
@@ -113,7 +121,7 @@ def asked(flags: list[str]) -> list:
 def test_what_is_asked_of_datasets(files, tmp_path, dataset, flags, prompts):
     workload = serving_workload("--datasets", files[dataset], "--new-tokens", "32", *flags.split())
 
-    rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path))
+    rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path, workload.serving.api))
 
     texts = {row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"] for row in rows}
     assert texts == prompts
@@ -124,7 +132,7 @@ def test_answers_as_long_as_those_of_a_dataset(files, tmp_path):
     answer = len(AutoTokenizer.from_pretrained(TINY_PAIR / "target")(" 12345\n")["input_ids"])
     for dataset, length in (("sharegpt", answer), ("custom", answer), ("openai", 9)):
         workload = serving_workload("--datasets", files[dataset], "--own-lengths", "--api", "sglang-oai-chat")
-        rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path))
+        rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path, workload.serving.api))
         assert [row.output_len for row in rows] == [length, length]
 
 
@@ -133,7 +141,7 @@ def test_prompts_of_a_length(files, tmp_path, dataset):
     path = files.get(dataset, dataset)
     workload = serving_workload("--datasets", path, "--prompt-tokens", "48", "--new-tokens", "32")
 
-    rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path))
+    rows = asked(dataset_flags(workload, workload.prompts[0], 2, tmp_path, workload.serving.api))
 
     assert [(len(row.prompt), row.prompt_len, row.output_len) for row in rows] == [(48, 48, 32)] * 2
 
@@ -141,7 +149,7 @@ def test_prompts_of_a_length(files, tmp_path, dataset):
 def test_more_requests_than_questions(files, tmp_path):
     workload = serving_workload("--datasets", files["questions"], "--requests", "5")
 
-    flags = dataset_flags(workload, workload.prompts[0], 5, tmp_path)
+    flags = dataset_flags(workload, workload.prompts[0], 5, tmp_path, workload.serving.api)
 
     assert len(json.loads(Path(flags[flags.index("--dataset-path") + 1]).read_text())) == 5
 
