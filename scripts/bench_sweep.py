@@ -55,11 +55,11 @@ from bench.chart import draw
 from bench.engine import OWN_ARGUMENTS, EngineProcess
 from bench.groups import Candidate, pack, running
 from bench.machine import hardware, versions
-from bench.pairs import PAIRS, Pair, find_pair
+from bench.pairs import PAIRS, Pair, checkpoint, find_pair
 from bench.prompts import RANDOM_IDS, TINY_PROMPTS, Prompts, read_dataset, serving_format
 from bench.results import Results, markdown
 from bench.server import ServerProcess
-from bench.vllm import vllm_version
+from bench.vllm import block_size, vllm_version
 from bench.workload import APIS, MODES, Configuration, Load, Serving, Workload
 from tqdm import tqdm
 
@@ -75,8 +75,8 @@ _METHODS = {
     "emptied. Answers to random tokens have the full length; others may end earlier.",
 }
 _SERVING_FLAGS = ("api", "request_rates", "context_tokens", "own_lengths", "default_flags", "vllm_python")
-# Setup that a report need not share.
-_PLACES = ("request_rates", "vllm_python")
+# Those that the figures of a report need not share.
+_UNSHARED_FLAGS = ("request_rates", "vllm_python")
 
 # Engines that take turns, and their load.
 Round = tuple[list[Candidate], Load]
@@ -91,6 +91,8 @@ def plan(args: argparse.Namespace) -> list[list[Candidate]]:
     by_target: dict[str, list[Pair]] = {}
     for name in args.pairs:
         pair = find_pair(name)
+        if "vllm" in args.modes and not pair.is_dummy:
+            block_size(checkpoint(pair.drafter, args.models))
         by_target.setdefault(pair.target, []).append(pair)
     units = []
     for pairs in by_target.values():
@@ -295,7 +297,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
     """Return the settings that all figures of a report must share."""
     return {
         "hardware": hardware(args.device),
-        "versions": ", ".join([versions(), *filter(None, [args.vllm_python and vllm_version(args.vllm_python)])]),
+        "versions": versions() if args.vllm_python is None else f"{versions()}, {vllm_version(args.vllm_python)}",
         "method": _METHODS[args.measure],
         "measure": args.measure,
         "repeats": args.repeats,
@@ -307,7 +309,7 @@ def describe_setup(args: argparse.Namespace) -> dict:
         "recorded_drafts": None if args.recorded_drafts is None else args.recorded_drafts.name,
         "chat_arguments": args.chat_arguments,
         "engine_arguments": args.engine_arguments,
-        "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name not in _PLACES}
+        "serving": {name: getattr(args, name) for name in _SERVING_FLAGS if name not in _UNSHARED_FLAGS}
         if args.measure == "serving"
         else None,
     }
@@ -438,7 +440,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ValueError: a flag cannot be used. The message names it. For other errors argparse exits.
     """
     args = make_parser().parse_args(argv)
-    args.modes = args.modes or (["none", "ours"] if args.device == "cpu" else ["none", "in-tree", "ours"])
+    args.modes = args.modes or (
+        ["none", "ours"] if args.device == "cpu" else [mode for mode in MODES if mode != "vllm"]
+    )
     defaults = make_parser().parse_args([])
     for name in _SERVING_FLAGS:
         if args.measure != "serving" and getattr(args, name) != getattr(defaults, name):

@@ -127,7 +127,7 @@ def client_flags(workload: Workload, load: Load, mode: str, is_dummy: bool, fold
 
 
 def dataset_flags(workload: Workload, prompts: Prompts, count: int, folder: Path, api: str) -> list[str]:
-    """Return the flags that choose `count` prompts for an `--backend`.
+    """Return the flags that choose `count` prompts for this `--backend`.
 
     Questions that bench_serving cannot read are written in ShareGPT's format.
     """

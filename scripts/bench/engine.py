@@ -73,8 +73,8 @@ def environment(
     env.pop(RECORDED_DRAFTS, None)
     if recorded_drafts is not None and mode == "ours":
         env[RECORDED_DRAFTS] = recorded_drafts
-    if recorded_drafts is not None and mode == "in-tree":
-        accept_length = chain_length(recorded_drafts)
+    if mode == "in-tree":
+        accept_length = chain_length(accept_length, recorded_drafts)
     if mode != "none" and accept_length is not None:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     if mode == "in-tree":
@@ -87,8 +87,10 @@ def environment(
     return env
 
 
-def chain_length(recorded_drafts: str) -> float:
-    """Return the tokens per cycle that chains of recorded drafts commit."""
+def chain_length(accept_length: float | None, recorded_drafts: str | None) -> float | None:
+    """Return the acceptance length that a peer simulates: that of chains of recorded drafts, if there are any."""
+    if recorded_drafts is None:
+        return accept_length
     with safe_open(recorded_drafts, "pt") as records:
         return float(records.metadata()["tokens_per_cycle"])
 

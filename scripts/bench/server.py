@@ -73,6 +73,8 @@ class ServerProcess:
         self._begun = time.perf_counter()
         self._start_figures: dict[str, float] = {}
         self._log = log
+        self._http = requests.Session()
+        self._http.trust_env = False  # no proxy
         self._process = subprocess.Popen(
             self._command(paths, device, port),
             env=self._environment(device),
@@ -96,13 +98,13 @@ class ServerProcess:
             self.configuration.mode, device, self.configuration.tp, workload.accept_length, workload.recorded_drafts
         )
 
-    def _check(self, http: requests.Session) -> None:
+    def _check(self) -> None:
         """Check that the worker of the mode serves.
 
         Raises:
             RuntimeError: another one does.
         """
-        info = http.get(f"{self._url}/server_info").json()
+        info = self._http.get(f"{self._url}/server_info").json()
         # The size of a pool that SGLang chose is no error.
         tokens = 0 if self._workload.serving.default_flags else kv_tokens(self._workload)
         check_server(info, self.configuration.mode, tokens)
@@ -111,18 +113,16 @@ class ServerProcess:
             self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["shorter"]["gib"]}
 
     def wait_until_ready(self) -> None:
-        with requests.Session() as http:
-            http.trust_env = False  # no proxy
-            while not self._is_healthy(http):
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"{self.configuration} failed:\n{self._log_tail()}")
-                time.sleep(0.5)
-            self._start_figures["start_s"] = time.perf_counter() - self._begun
-            self._check(http)
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.configuration} failed:\n{self._log_tail()}")
+            time.sleep(0.5)
+        self._start_figures["start_s"] = time.perf_counter() - self._begun
+        self._check()
 
-    def _is_healthy(self, http: requests.Session) -> bool:
+    def _is_healthy(self) -> bool:
         try:
-            return http.get(f"{self._url}/health", timeout=5).status_code == 200
+            return self._http.get(f"{self._url}/health", timeout=5).status_code == 200
         except requests.RequestException:
             return False
 
@@ -147,5 +147,6 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._http.close()
         self._port_claim.close()
         self._log.close()

@@ -7,7 +7,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.engine import chain_length
@@ -48,9 +47,7 @@ def vllm_flags(configuration: Configuration, workload: Workload, paths: dict[str
     """Return flags of vLLM's server, but for its address. `paths` has the checkpoints by name."""
     drafter = paths[configuration.drafter]
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size(drafter) - 1}
-    accept_length = workload.accept_length
-    if workload.recorded_drafts is not None:
-        accept_length = chain_length(workload.recorded_drafts)
+    accept_length = chain_length(workload.accept_length, workload.recorded_drafts)
     if accept_length is not None:
         speculative |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": accept_length}
     flags = ["--model", paths[configuration.target], "--speculative-config", json.dumps(speculative)]
@@ -88,8 +85,8 @@ class VllmProcess(ServerProcess):
     def _environment(self, device: str) -> dict[str, str]:
         return own_environment()
 
-    def _check(self, http: requests.Session) -> None:
-        response = http.get(f"{self._url}/version")
+    def _check(self) -> None:
+        response = self._http.get(f"{self._url}/version")
         if response.status_code != 200 or "version" not in response.json():
             raise RuntimeError(f"{self.configuration}: /version answers {response.status_code} {response.text[:200]}")
 
@@ -104,8 +101,6 @@ class VllmProcess(ServerProcess):
 
     def _counts(self) -> tuple[float, float]:
         """Return the cycles of requests and the accepted drafts so far."""
-        with requests.Session() as http:
-            http.trust_env = False  # no proxy
-            text = http.get(f"{self._url}/metrics").text
+        text = self._http.get(f"{self._url}/metrics").text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return tuple(sum(sample.value for sample in samples if sample.name == name) for name in (_DRAFTS, _ACCEPTED))

@@ -6,11 +6,12 @@ Each cycle of a request commits one token and the accepted drafts that `--specul
 import argparse
 import json
 import math
+import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    model, accept_length, drafts, accepted, flushes = "", 1.0, 0, 0, 0
+    model, accept_length, drafts, accepted = "", 1.0, 0, 0
 
     def log_message(self, *args) -> None:
         pass
@@ -33,8 +34,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/reset_prefix_cache":
-            Handler.flushes += 1
-            self.answer(200, "")
+            self.answer(200 if os.environ.get("VLLM_SERVER_DEV_MODE") == "1" else 404, "")
             return
         request = json.loads(body)
         assert self.path == "/v1/completions" and request["ignore_eos"] and request["model"] == Handler.model

@@ -78,6 +78,10 @@ def test_formats_that_bench_serving_reads(tmp_path, text, name):
             '--measure serving --default-flags --modes vllm --vllm-python python3 --engine-arguments {"tp":2}',
             "--engine-arguments: not with --modes vllm",
         ),
+        (
+            "--measure serving --default-flags --modes vllm --vllm-python python3 --pairs a:b --datasets random-ids",
+            "--modes vllm: b is not a local folder",
+        ),
         ("--measure serving --requests 4 8", "--requests: 2 numbers for 7"),
         ("--measure serving --datasets {custom} --prompt-tokens 9", "--prompt-tokens"),
         ("--measure serving --datasets {sharegpt} --prompt-tokens 9 --own-lengths", "--own-lengths"),
