@@ -6,6 +6,7 @@ import fcntl
 import random
 import socket
 import tempfile
+import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -14,25 +15,28 @@ from typing import IO
 # Below the range that Linux gives to connections.
 _ports = deque(range(10000, 32000, 500))
 random.shuffle(_ports)
+_one_at_a_time = threading.Lock()
 
 
 def claim_port() -> tuple[int, IO]:
     """Return a port for a server that is about to start, and a lock file. The next port is free too.
 
-    Until the file is closed, no other process gets the port from this function. The port claimed longest ago is
+    Until the file is closed, no other caller gets the port from this function. The port claimed longest ago is
     tried first, because servers with a recent one may not listen yet.
 
     Raises:
         RuntimeError: no port is free.
     """
-    for _ in range(len(_ports)):
-        _ports.rotate()
-        claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{_ports[0]}"), "w")  # noqa: SIM115
-        with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # On all addresses, as torch does.
-            server.bind(("", _ports[0]))
-            distributed.bind(("", _ports[0] + 1))
-            return _ports[0], claim
-        claim.close()
+    with _one_at_a_time:
+        for _ in range(len(_ports)):
+            _ports.rotate()
+            port = _ports[0]
+            claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{port}"), "w")  # noqa: SIM115
+            with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # On all addresses, as torch does.
+                server.bind(("", port))
+                distributed.bind(("", port + 1))
+                return port, claim
+            claim.close()
     raise RuntimeError("no free port")

@@ -1,7 +1,10 @@
 """Ports that servers and engines of benchmarks and tests claim."""
 
+import fcntl
 import socket
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from bench import ports
@@ -37,3 +40,19 @@ def test_used_on_any_address(address, offset):
             port, claim = ports.claim_port()
             claim.close()
             assert port == FIRST
+
+
+def test_threads_get_different_ports(monkeypatch):
+    lock = fcntl.flock
+
+    def slow(file, operation):
+        time.sleep(0.02)
+        lock(file, operation)
+
+    monkeypatch.setattr(ports, "_ports", deque(range(9100, 9200, 10)))
+    monkeypatch.setattr(ports.fcntl, "flock", slow)
+    with ThreadPoolExecutor(4) as threads:
+        claims = [claim.result() for claim in [threads.submit(ports.claim_port) for _ in range(4)]]
+    for _, claim in claims:
+        claim.close()
+    assert len({port for port, _ in claims}) == 4
