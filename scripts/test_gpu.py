@@ -1,9 +1,8 @@
 """Run tests/gpu, several processes at a time on each GPU.
 
 SGLang takes most of a minute to start, and the small models of the tests use little of a GPU. The tests of a group
-share engines. One process of pytest runs a group. Groups that need the GPUs alone run first, because they leave cores
-idle and compile kernels that others use too. Then the longest groups start first. Without groups that run alone, a
-quarter of the processes starts before the others, so that kernels are compiled once.
+share engines. One process of pytest runs a group. The longest groups start first. A quarter of the processes starts
+before the others, so that kernels are compiled once.
 
 FOLDER gets `table.txt` with the result of each test as soon as it ends, a log per group, and answers of engines without
 speculation. The same command again runs the tests that have no result yet.
@@ -107,7 +106,7 @@ class Run:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, groups: list[Group]) -> None:
-        for at_once in (*([g] for g in groups if g.alone), [group for group in groups if not group.alone]):
+        for at_once in ([group for group in groups if not group.alone], *([g] for g in groups if g.alone)):
             waiting = list(at_once)
             while (waiting or self._running) and time.monotonic() < self._deadline:
                 while waiting and self._slots and self._may_start():

@@ -113,6 +113,8 @@ def test_replay_equals_eager(backend, shape, engines, prompts):
     with engines.checking(served(backend, shape), "graph_check") as records:
         engines.ask(served(backend, shape), varied_calls(prompts))
     check_replays(f"hybrid pair, {backend}, {shape}", shape, records)
+    verified = [entry for entry in records if entry["stage"] == "verify"]
+    assert sum(entry["state_error"] is not None for entry in verified) > 0.5 * len(verified)
 
 
 @on_each_backend

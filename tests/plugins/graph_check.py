@@ -13,7 +13,7 @@ import torch
 RECORDS = os.environ.get("GRAPH_CHECK_RECORDS")
 
 
-def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
+def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error, state_error):
     """Write a record; `replayed` and `eager` are numbers that should be equal, of any number of requests."""
     entry = {
         "stage": stage,
@@ -22,6 +22,7 @@ def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error):
         "tokens": replayed.numel(),
         "different_tokens": int((replayed != eager).sum()),
         "hidden_error": hidden_error,
+        "state_error": state_error,
     }
     with open(RECORDS, "a") as f:
         f.write(json.dumps(entry) + "\n")
@@ -101,7 +102,7 @@ def register():
             # The same tokens may be below other nodes.
             is_same = torch.cat([is_same.view(2, bs, -1), (parents == drafts.trees.parents)[None]])
             is_same = is_same.all(dim=2).all(dim=0)
-        record("draft", forward_batch, graphs.bs, nodes, again, None)
+        record("draft", forward_batch, graphs.bs, nodes, again, None, None)
 
         if drafts.trees is None:
             forward_batch.input_ids.copy_(tokens)
@@ -123,15 +124,17 @@ def register():
                 verified.paths,
                 block.advances_states,
             )
-        errors = [0.0]
+        hidden_error, state_errors = None, []
         if is_same.any():
-            errors = [distance(*of_same(is_same, output.hidden_states, eager.hidden_states))]
-            if states is not None and is_same.all():
-                errors += [
-                    distance(tensor, copy) for tensor, copy in zip(changed, advanced) if copy.is_floating_point()
-                ]
+            hidden_error = distance(*of_same(is_same, output.hidden_states, eager.hidden_states))
+        # A tie of two tokens changes how many are accepted, and the state follows them.
+        advances = torch.equal(replay.accepted.accept_lens, verified.accepted.accept_lens)
+        if states is not None and is_same.all() and advances:
+            state_errors = [
+                distance(tensor, copy) for tensor, copy in zip(changed, advanced) if copy.is_floating_point()
+            ]
         accepted = of_same(is_same, replay.accepted.out_tokens, verified.accepted.out_tokens)
-        record("verify", forward_batch, graphs.bs, *accepted, max(errors))
+        record("verify", forward_batch, graphs.bs, *accepted, hidden_error, max(state_errors, default=None))
 
         keep_results()
         # The second run has drafted into the context.
