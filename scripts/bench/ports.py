@@ -6,7 +6,6 @@ import fcntl
 import random
 import socket
 import tempfile
-import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import IO
 # Below the range that Linux gives to connections.
 _ports = deque(range(10000, 32000, 500))
 random.shuffle(_ports)
-_one_at_a_time = threading.Lock()
 
 
 def claim_port() -> tuple[int, IO]:
@@ -27,16 +25,16 @@ def claim_port() -> tuple[int, IO]:
     Raises:
         RuntimeError: no port is free.
     """
-    with _one_at_a_time:
-        for _ in range(len(_ports)):
-            _ports.rotate()
-            port = _ports[0]
-            claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{port}"), "w")  # noqa: SIM115
-            with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # On all addresses, as torch does.
-                server.bind(("", port))
-                distributed.bind(("", port + 1))
-                return port, claim
-            claim.close()
+    for _ in range(len(_ports)):
+        _ports.rotate()
+        # Another thread may rotate them again. The lock keeps two threads from one port.
+        port = _ports[0]
+        claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{port}"), "w")  # noqa: SIM115
+        with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # On all addresses, as torch does.
+            server.bind(("", port))
+            distributed.bind(("", port + 1))
+            return port, claim
+        claim.close()
     raise RuntimeError("no free port")

@@ -13,7 +13,7 @@ import torch
 RECORDS = os.environ.get("GRAPH_CHECK_RECORDS")
 
 
-def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error, state_error):
+def record(stage, forward_batch, graph_bs, replayed, eager, hidden_error=None, state_error=None):
     """Write a record; `replayed` and `eager` are numbers that should be equal, of any number of requests."""
     entry = {
         "stage": stage,
@@ -102,7 +102,7 @@ def register():
             # The same tokens may be below other nodes.
             is_same = torch.cat([is_same.view(2, bs, -1), (parents == drafts.trees.parents)[None]])
             is_same = is_same.all(dim=2).all(dim=0)
-        record("draft", forward_batch, graphs.bs, nodes, again, None, None)
+        record("draft", forward_batch, graphs.bs, nodes, again)
 
         if drafts.trees is None:
             forward_batch.input_ids.copy_(tokens)
@@ -128,8 +128,8 @@ def register():
         if is_same.any():
             hidden_error = distance(*of_same(is_same, output.hidden_states, eager.hidden_states))
         # A tie of two tokens changes how many are accepted, and the state follows them.
-        advances = torch.equal(replay.accepted.accept_lens, verified.accepted.accept_lens)
-        if states is not None and is_same.all() and advances:
+        accepted_alike = torch.equal(replay.accepted.accept_lens, verified.accepted.accept_lens)
+        if states is not None and is_same.all() and accepted_alike:
             state_errors = [
                 distance(tensor, copy) for tensor, copy in zip(changed, advanced) if copy.is_floating_point()
             ]
