@@ -126,7 +126,7 @@ class Run:
             return
         slot = self._slots.pop(0)
         # More threads than cores would slow each other down.
-        env = {"OMP_NUM_THREADS": "1"} | os.environ
+        env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ
         if not group.alone:
             env["CUDA_VISIBLE_DEVICES"] = self._device(slot)
         with (self._folder / "logs" / f"{group.name}.log").open("w") as log:
