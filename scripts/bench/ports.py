@@ -32,9 +32,11 @@ def claim_port() -> tuple[int, IO]:
         claim = open(Path(tempfile.gettempdir(), f"sglang-dflash-port-{port}"), "w")  # noqa: SIM115
         with socket.socket() as server, socket.socket() as distributed, suppress(OSError):
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # On all addresses, as torch does.
-            server.bind(("", port))
-            distributed.bind(("", port + 1))
+            for offset, listener in enumerate((server, distributed)):
+                # As torch and uvicorn do: a port whose last connections closed less than a minute ago is free.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # On all addresses, as torch does.
+                listener.bind(("", port + offset))
             return port, claim
         claim.close()
     raise RuntimeError("no free port")

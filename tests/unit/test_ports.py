@@ -42,6 +42,23 @@ def test_used_on_any_address(address, offset):
             assert port == FIRST
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_free_after_its_last_connection(offset):
+    """Linux keeps a connection that a server has closed for a minute. Many Engines would need all ports by then."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", SECOND + offset))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", SECOND + offset)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            assert client.recv(1) == b""
+    claims = [ports.claim_port() for _ in range(2)]
+    for _, claim in claims:
+        claim.close()
+    assert {port for port, _ in claims} == {FIRST, SECOND}
+
+
 def test_threads_get_different_ports(monkeypatch):
     lock = fcntl.flock
 
