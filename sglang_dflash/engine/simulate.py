@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative.spec_utils import (
     SIMULATE_ACC_LEN,
     SIMULATE_ACC_METHOD,
     SIMULATE_ACC_TOKEN_MODE,
     sample_simulated_acc_len,
 )
-from sglang.srt.utils.common import log_info_on_rank0
+from sglang.srt.utils.common import async_h2d, log_info_on_rank0
 
 from sglang_dflash import ops
 from sglang_dflash.draft.head import DraftHead, Table
@@ -35,12 +38,13 @@ _FIXED_TOKEN = 100
 RECORDED_DRAFTS = "SGLANG_DFLASH_RECORDED_DRAFTS"
 # Tokens after which a request goes on with another recorded answer, so that a short run sees many.
 _TOKENS_PER_ANSWER = 64
-# Requests in neighbouring slots read answers this far apart.
-_ANSWERS_PER_SLOT = 7
 
 
 class Simulation:
     """No simulation. Subclasses replace what a cycle drafts, chooses or accepts, on the GPU and without the host."""
+
+    def begin_requests(self, batch: ScheduleBatch) -> None:
+        """Begin the requests of a prefill, or requests that another server has prefilled."""
 
     def begin_cycle(self, block_size: int) -> None:
         """Prepare the next cycle on the host."""
@@ -153,14 +157,15 @@ class RecordedDrafts(Simulation):
 
     A request writes recorded answers and gets the candidates that were drafted there. What the drafts accept then
     depends on the size and the shape of a tree as it does for the real pair, for easy and for hard texts. The answer
-    follows from the request's slot and its length when a cycle begins, so that engines that are compared write the same
-    text, apart from the cycles in which an answer changes or ends. Only greedy requests are simulated, and drafters
-    without scores of pairs.
+    follows from the request's prompt and its length when a cycle begins, so that engines that are compared write the
+    same text, apart from the cycles in which an answer changes or ends. Only greedy requests are simulated, and
+    drafters without scores of pairs.
     """
 
-    def __init__(self, file: Path, device: torch.device) -> None:
+    def __init__(self, file: Path, num_slots: int, device: torch.device) -> None:
         """
         Args:
+            num_slots: rows of `req_to_token`, or more.
             file: safetensors with
                 answers: [C, L + D + 1] int32. Tokens of the answers; -1 after the end.
                 num_tokens: [C] int64. Tokens at which drafts were recorded, at most L.
@@ -184,6 +189,14 @@ class RecordedDrafts(Simulation):
         self._num_tokens = read["num_tokens"].to(device)
         self._candidates = read["candidates"].to(torch.int64).flatten(0, 1).to(device)
         self._log_probs = read["sixteenths"].to(device, torch.float32).flatten(0, 1) / -16
+        # The answer with which each slot's request begins.
+        self._first_answers = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def begin_requests(self, batch: ScheduleBatch) -> None:
+        prompts = (np.asarray(req.origin_input_ids, dtype=np.int64) for req in batch.reqs)
+        firsts = [zlib.crc32(prompt) % len(self._num_tokens) for prompt in prompts]
+        device = self._first_answers.device
+        self._first_answers[batch.req_pool_indices] = async_h2d(firsts, dtype=torch.int64, device=device)
 
     def check(self, vocab_size: int, num_drafts: int, num_candidates: int, has_pairs: bool) -> None:
         if has_pairs:
@@ -225,7 +238,7 @@ class RecordedDrafts(Simulation):
         self, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which answer each request writes, and the index of the bonus token in it, [bs] int64 each."""
-        turn = req_pool_indices * _ANSWERS_PER_SLOT + seq_lens // _TOKENS_PER_ANSWER
+        turn = self._first_answers[req_pool_indices] + seq_lens // _TOKENS_PER_ANSWER
         answer = turn % len(self._num_tokens)
         return answer, seq_lens % self._num_tokens[answer]
 
@@ -260,8 +273,12 @@ class RecordedHead:
         return candidates, *ops.fill_table(candidates, log_probs, log_sums, *of_requests)
 
 
-def simulation(device: torch.device) -> Simulation:
+def simulation(num_slots: int, device: torch.device) -> Simulation:
     """Return the simulation that the environment asks for.
+
+    Args:
+        num_slots: rows of `req_to_token`, or more.
+        device: of the server.
 
     Raises:
         ConfigError: a variable has an unknown value, or two simulations are asked for.
@@ -272,4 +289,4 @@ def simulation(device: torch.device) -> Simulation:
         if file:
             raise ConfigError(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN} and {RECORDED_DRAFTS}={file}: unset one.")
         return FixedLength.from_environment(device)
-    return RecordedDrafts(Path(file), device) if file else Simulation()
+    return RecordedDrafts(Path(file), num_slots, device) if file else Simulation()

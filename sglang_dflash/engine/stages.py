@@ -41,7 +41,7 @@ from sglang_dflash.engine.cycle import DecodeCycle
 from sglang_dflash.engine.graphs import CycleGraphRunner, CycleGraphs
 from sglang_dflash.engine.hidden_states import capture_last_hidden_states
 from sglang_dflash.engine.metrics import CycleMetrics, TreeCounts
-from sglang_dflash.engine.simulate import RecordedHead, simulation
+from sglang_dflash.engine.simulate import RecordedHead, Simulation, simulation
 from sglang_dflash.engine.verification import ChainVerification, TreeVerification, Verification
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.memory.limits import check_pool, check_window_pool
@@ -189,12 +189,14 @@ class BuiltCycle:
         cycle: chains or trees.
         head: the drafter's lm_head, for chains or for trees.
         texts: see :class:`LoadedModels`.
+        simulation: the one of `cycle`.
         has_trees: trees are verified, not chains.
     """
 
     cycle: DecodeCycle
     head: DraftHead | RecordedHead
     texts: Texts | None
+    simulation: Simulation
     has_trees: bool
 
     @classmethod
@@ -212,7 +214,7 @@ class BuiltCycle:
             log_info_on_rank0(logger, f"Drafts are verified in chains, not in trees: {obstacle}.")
             has_trees, texts = False, None
             head.draft_chains_only()
-        simulated = simulation(draft_runner.device)
+        simulated = simulation(len(draft_runner.req_to_token_pool.req_to_token), draft_runner.device)
         has_pairs = draft_runner.model.dflash_config.pairs is not None
         num_drafts, vocab_size = loaded.block_size - 1, target_runner.model_config.vocab_size
         simulated.check(vocab_size, num_drafts, head.num_candidates, has_pairs)
@@ -247,7 +249,7 @@ class BuiltCycle:
             simulation=simulated,
             clock=loaded.metrics.clock,
         )
-        return cls(cycle, head, texts, has_trees)
+        return cls(cycle, head, texts, simulated, has_trees)
 
 
 def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> str | None:

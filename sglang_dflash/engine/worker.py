@@ -161,6 +161,7 @@ class DFlashWorker(BaseSpecWorker):
             self._loaded.bigrams.begin(batch, next_token_ids)
         if self._built.texts is not None:
             self._built.texts.begin(batch, next_token_ids)
+        self._built.simulation.begin_requests(batch)
         return failures
 
     def begin_transferred(self, batch: ScheduleBatch) -> None:
@@ -169,6 +170,7 @@ class DFlashWorker(BaseSpecWorker):
         self._loaded.bigrams.begin_transferred(batch)
         if self._built.texts is not None:
             self._built.texts.begin_transferred(batch)
+        self._built.simulation.begin_requests(batch)
 
     def _decode(
         self, batch: ScheduleBatch, on_publish: Callable | None, grammar_barrier: Callable | None

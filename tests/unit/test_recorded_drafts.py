@@ -1,5 +1,8 @@
 """The recorded drafts of the SmolLM2 pair, with which benchmarks simulate it, commit what the pair commits."""
 
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,12 @@ CHAIN, TREE_16 = 3.23, 4.17
 FOLLOWING = 3.30
 
 
+class Req(NamedTuple):
+    """The part of a scheduler's request that the simulation reads."""
+
+    origin_input_ids: list[int]
+
+
 @pytest.fixture(scope="module")
 def records():
     with safe_open(FILE, "pt") as file:
@@ -35,7 +44,7 @@ def test_chains_of_the_best_tokens(records):
 
 
 def test_servers_with_the_vocabulary_of_published_targets_read_them():
-    RecordedDrafts(FILE, torch.device("cpu")).check(151936, num_drafts=15, num_candidates=16, has_pairs=False)
+    RecordedDrafts(FILE, 1, torch.device("cpu")).check(151936, num_drafts=15, num_candidates=16, has_pairs=False)
 
 
 def served_walk(tensors: dict, answer: int, num_candidates: int, num_nodes: int | None) -> list[int]:
@@ -78,14 +87,26 @@ def test_trees(records):
     assert served_length(tensors, 8, 16) == pytest.approx(TREE_16, rel=0.03)
 
 
-def test_text_follows_from_slot_and_length():
+def test_text_follows_from_prompt_and_length():
     """Engines that took different numbers of cycles write the same text, so that they are compared on it."""
-    drafts = RecordedDrafts(FILE, torch.device("cpu"))
+    drafts = RecordedDrafts(FILE, 8, torch.device("cpu"))
 
-    def write(slot: int) -> list[int]:
+    def write(slot: int, prompt: list[int]) -> list[int]:
         slots = torch.tensor([slot])
+        drafts.begin_requests(SimpleNamespace(reqs=[Req(prompt)], req_pool_indices=slots))
         return [int(drafts.choose(slots, at, at, slots)) for at in torch.arange(256, 576).split(1)]
 
-    first = write(3)
-    assert write(3) == first
-    assert write(4) != first
+    first = write(3, [5, 6, 7])
+    assert write(4, [5, 6, 7]) == first
+    assert write(3, [5, 6, 8]) != first
+
+
+def test_one_client_gets_all_answers():
+    """Its requests have the same slot."""
+    drafts = RecordedDrafts(FILE, 8, torch.device("cpu"))
+    slots, num_answers = torch.tensor([1]), 26
+    begun = set()
+    for i in range(8 * num_answers):
+        drafts.begin_requests(SimpleNamespace(reqs=[Req([i, i + 1])], req_pool_indices=slots))
+        begun.add(tuple(int(drafts.choose(slots, at, at, slots)) for at in torch.arange(0, 64).split(1)))
+    assert len(begun) == num_answers
