@@ -24,6 +24,9 @@ from sglang_dflash.server_args import adaptive, backends, pair, refusals, tokeni
 
 logger = logging.getLogger(__name__)
 
+# Most requests at a time by default. SGLang's speculative workers have 48. An H100-class GPU serves 64 clients faster
+# with 64. States of recurrent layers take the memory that more requests would need.
+_MAX_RUNNING, _MAX_RUNNING_RECURRENT = 64, 48
 _SOURCE = "sglang_dflash"
 
 
@@ -123,7 +126,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     reason = trees.reason_for_chains(server_args)
     if reason is not None:
         logger.info("Drafts are verified in chains, not in trees: %s.", reason)
-    _complete(server_args)
+    _complete(server_args, target)
 
 
 def _resolve_sizes(server_args: ServerArgs, drafter: DFlashConfig, target: TargetFacts) -> tuple[int, int]:
@@ -141,7 +144,7 @@ def _resolve_sizes(server_args: ServerArgs, drafter: DFlashConfig, target: Targe
     return block_size, num_rows
 
 
-def _complete(server_args: ServerArgs) -> None:
+def _complete(server_args: ServerArgs, target: TargetFacts) -> None:
     """Set what the user has left out and SGLang's default does not suit."""
     cfg = resolving_view(server_args)
     if cfg.enable_memory_saver and not (cfg.enable_weights_cpu_backup or cfg.enable_draft_weights_cpu_backup):
@@ -151,5 +154,6 @@ def _complete(server_args: ServerArgs) -> None:
             "weights bring none for the drafter."
         )
     if cfg.max_running_requests is None:
-        declare_resolution(server_args, _SOURCE, max_running_requests=48)
-        logger.info("DFLASH serves up to 48 requests at a time; --max-running-requests changes that.")
+        running = _MAX_RUNNING_RECURRENT if target.is_recurrent else _MAX_RUNNING
+        declare_resolution(server_args, _SOURCE, max_running_requests=running)
+        logger.info("DFLASH serves up to %d requests at a time; --max-running-requests changes that.", running)

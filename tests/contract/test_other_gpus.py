@@ -92,6 +92,14 @@ def test_flag_that_names_the_default_changes_nothing(gpu, page_size, flags):
     assert {name for name, value in default.items() if named[name] != value} == set()
 
 
+@pytest.mark.parametrize(("kind", "named", "running"), [("tiny", None, 64), ("hybrid", None, 48), ("tiny", 48, 48)])
+def test_requests_at_a_time(pairs, caplog, kind, named, running):
+    with caplog.at_level(logging.INFO, logger="sglang_dflash.server_args"), GPUS["sm_90"].resolving():
+        resolved = resolve(**on_gpu(**pairs[kind]), max_running_requests=named)
+    assert resolved.max_running_requests == running
+    assert (f"DFLASH serves up to {running} requests at a time" in caplog.text) == (named is None)
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_trees_of_more_nodes_keep_the_backend(gpu):
     with GPUS[gpu].resolving():

@@ -85,19 +85,19 @@ def test_what_the_graphs_took():
     assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).cost_of_shorter is None
 
 
-# SGLang's sizes for speculation and up to 48 requests, the default.
-DEFAULT_SIZES = [*range(1, 9), *range(10, 33, 2), 40, 44, 48]
+# SGLang's sizes for speculation and up to 64 requests, the default.
+DEFAULT_SIZES = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)]
 
 
 def test_few_graphs_are_captured_of_default_sizes():
     """About as many as of the longest draft, which SGLang captures anyway. Usual numbers of clients are not padded."""
-    assert spread(DEFAULT_SIZES, 1) == [1, 2, 4, 8, 16, 32, 48]
-    assert spread(DEFAULT_SIZES, 8) == [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48]
+    assert spread(DEFAULT_SIZES, 1) == [1, 2, 4, 8, 16, 32, 64]
+    assert spread(DEFAULT_SIZES, 8) == [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64]
     # Qwen3-8B's shape on an H100.
     seconds = {bs: 7.2 + max(0.0, 16 * bs - 16) / 80 + max(0.0, 16 * bs - 128) / 90 for bs in DEFAULT_SIZES}
     captured = {length: graph_sizes(length, 16, seconds) for length in (1, 4, 8)}
     assert sum(map(len, captured.values())) < 1.2 * len(DEFAULT_SIZES)
-    assert all(sizes[-3:] == [32, 40, 48] for sizes in (captured[4], captured[8]))
+    assert all(sizes[-4:] == [32, 40, 48, 64] for sizes in (captured[4], captured[8]))
 
 
 @pytest.mark.parametrize("sizes", [DEFAULT_SIZES, [1], [5, 9], [4, 8, 16, 64], list(range(1, 65))], ids=str)
