@@ -484,6 +484,7 @@ FINGERPRINTS = {
     'sglang.srt.models.utils.apply_qk_norm': '7c7fa61d497cc7ec',
     'sglang.srt.platforms._is_cpu_available': 'f1abed1353a687e2',
     'sglang.srt.plugins.hook_registry.HookRegistry': '56d6875bb21339ce',
+    'sglang.srt.plugins.hook_registry._propagate_patch': 'c553bbeeae191734',
     'sglang.srt.plugins.hook_registry._wrap_fn': '4d0954a295e03652',
     'sglang.srt.plugins.load_plugins': '0865b2b60a7fcc41',
     'sglang.srt.runtime_context.RuntimeContext.override': 'b169e24a9452efed',

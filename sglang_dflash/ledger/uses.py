@@ -824,6 +824,11 @@ USES = (
             "sglang.srt.plugins.hook_registry._wrap_fn",
         ),
     ),
+    Use(
+        "hooks.py",
+        "replaces the search for other names of hooked methods",
+        ("sglang.srt.plugins.hook_registry._propagate_patch",),
+    ),
 )
 
 

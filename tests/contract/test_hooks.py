@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -110,6 +112,35 @@ def last_line(stderr: str) -> str:
 def test_every_hook_is_in_effect():
     hooks.verify()
     assert [hook for hook in ALL_HOOKS if not hooks._is_bound(hook)] == []
+
+
+def test_no_module_has_a_name_for_a_hooked_method():
+    """So SGLang need not search them for one, see `hooks._shorten_application`."""
+    originals = {}
+    for hook in ALL_HOOKS:
+        owner, name = hook.target.rsplit(".", 1)
+        if isinstance(pkgutil.resolve_name(owner), type):
+            originals[id(inspect.unwrap(pkgutil.resolve_name(hook.target)))] = name
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    named = [
+        originals[id(value)] for module in modules for value in list(vars(module).values()) if id(value) in originals
+    ]
+    assert originals and not named
+
+
+def test_modules_are_searched_for_functions_alone(run_python):
+    run = run_python("""
+from sglang.srt.plugins import hook_registry
+search, owners = hook_registry._propagate_patch, []
+def note(original, wrapped, owner):
+    owners.append(owner)
+    return search(original, wrapped, owner)
+hook_registry._propagate_patch = note
+load_plugins()
+print(json.dumps([isinstance(owner, type) for owner in owners]))
+""")
+    searched_for_methods = last_json(run)
+    assert searched_for_methods and not any(searched_for_methods)
 
 
 @pytest.mark.parametrize("hook", LOSABLE, ids=lambda hook: hook.target.rpartition("srt.")[2])
