@@ -283,10 +283,10 @@ def test_overrides_that_the_drafter_cannot_follow(overrides, field):
 )
 def test_simulated_acceptance(monkeypatch, constant, value, message):
     monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 3.0)
-    assert isinstance(simulate.simulation("cpu"), simulate.FixedLength)
+    assert isinstance(simulate.simulation(1, "cpu"), simulate.FixedLength)
     monkeypatch.setattr(simulate, f"SIMULATE_ACC_{constant}", value)
     with pytest.raises(ConfigError) as caught:
-        simulate.simulation("cpu")
+        simulate.simulation(1, "cpu")
     assert str(caught.value) == message
 
 
@@ -315,7 +315,7 @@ def recorded(tmp_path, monkeypatch):
     ],
 )
 def test_recorded_drafts_that_a_server_cannot_use(recorded, vocab_size, num_drafts, num_candidates, has_pairs, reason):
-    simulation = simulate.simulation("cpu")
+    simulation = simulate.simulation(1, "cpu")
     simulation.check(901, 2, 4, has_pairs=False)
     with pytest.raises(ConfigError) as caught:
         simulation.check(vocab_size, num_drafts, num_candidates, has_pairs)
@@ -325,7 +325,7 @@ def test_recorded_drafts_that_a_server_cannot_use(recorded, vocab_size, num_draf
 def test_bad_files_of_recorded_drafts(recorded, monkeypatch):
     def message() -> str:
         with pytest.raises(ConfigError) as caught:
-            simulate.simulation("cpu")
+            simulate.simulation(1, "cpu")
         return str(caught.value)
 
     monkeypatch.setattr(simulate, "SIMULATE_ACC_LEN", 3.0)
