@@ -483,6 +483,7 @@ HOOKS = [
 
 
 def register() -> None:
+    hooks.skip_search_for_methods()
     hooks.register(HOOKS)
     if is_cuda():
         hooks.register(FA3_HOOKS)

@@ -46,33 +46,27 @@ class HookError(RuntimeError):
 
 
 _registered: list[Hook] = []
-# SGLang's `_propagate_patch`, once another function has replaced it.
-_rebind_in_all_modules: Callable | None = None
 
 
 def register(hooks: list[Hook]) -> None:
     """Register hooks with SGLang, which applies them after all plugins are loaded."""
-    _shorten_application()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)
         _registered.append(hook)
 
 
-def _shorten_application() -> None:
+def skip_search_for_methods() -> None:
     """Have SGLang search all modules for other names of hooked functions, and not for names of hooked methods.
 
-    It searches for each target, which takes 60 ms, or 4 s in every process of a server. Methods are looked up in their
-    class, so no module has a name for one.
+    It searches for each target, which takes 60 ms on a slow core, or 4 s in every process of a server. Methods are
+    looked up in their class, so no module has a name for one. The search is `hook_registry._propagate_patch`.
     """
-    global _rebind_in_all_modules
-    if _rebind_in_all_modules is None:
-        _rebind_in_all_modules = hook_registry._propagate_patch
-        hook_registry._propagate_patch = _rebind_functions
+    search = hook_registry._propagate_patch
 
+    def search_for_functions(original: object, wrapped: object, owner: object) -> int:
+        return 0 if isinstance(owner, type) else search(original, wrapped, owner)
 
-def _rebind_functions(original: object, wrapped: object, owner: object) -> int:
-    """Replace `hook_registry._propagate_patch`: return 0 for an `owner` that is a class."""
-    return 0 if isinstance(owner, type) else _rebind_in_all_modules(original, wrapped, owner)
+    hook_registry._propagate_patch = search_for_functions
 
 
 def verify() -> None:

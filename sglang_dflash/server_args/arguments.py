@@ -24,8 +24,8 @@ from sglang_dflash.server_args import adaptive, backends, pair, refusals, tokeni
 
 logger = logging.getLogger(__name__)
 
-# Most requests at a time by default. SGLang's speculative workers have 48. An H100-class GPU serves 64 clients faster
-# with 64. States of recurrent layers take the memory that more requests would need.
+# Most requests at a time by default. SGLang's speculative workers have 48. An H200 serves 64 clients of an 8B
+# faster with 64. States of recurrent layers take the memory that more requests would need.
 _MAX_RUNNING, _MAX_RUNNING_RECURRENT = 64, 48
 _SOURCE = "sglang_dflash"
 

@@ -115,7 +115,7 @@ def test_every_hook_is_in_effect():
 
 
 def test_no_module_has_a_name_for_a_hooked_method():
-    """So SGLang need not search them for one, see `hooks._shorten_application`."""
+    """So SGLang need not search them for one, see `hooks.skip_search_for_methods`."""
     originals = {}
     for hook in ALL_HOOKS:
         owner, name = hook.target.rsplit(".", 1)

@@ -1,7 +1,6 @@
 """The recorded drafts of the SmolLM2 pair, with which benchmarks simulate it, commit what the pair commits."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,12 +21,6 @@ FILE = REPO / "scripts" / "bench" / "smollm2_drafts.safetensors"
 CHAIN, TREE_16 = 3.23, 4.17
 # docs/development.md.
 FOLLOWING = 3.30
-
-
-class Req(NamedTuple):
-    """The part of a scheduler's request that the simulation reads."""
-
-    origin_input_ids: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -87,26 +80,23 @@ def test_trees(records):
     assert served_length(tensors, 8, 16) == pytest.approx(TREE_16, rel=0.03)
 
 
+def write(drafts: RecordedDrafts, slot: int, prompt: list[int], length: int) -> tuple[int, ...]:
+    """Return the answer of a request whose text has `length` tokens when its first cycle begins."""
+    slots, reqs = torch.tensor([slot]), [SimpleNamespace(origin_input_ids=prompt)]
+    drafts.begin_requests(SimpleNamespace(reqs=reqs, req_pool_indices=slots))
+    return tuple(int(drafts.choose(slots, at, at, slots)) for at in torch.arange(length, length + 320).split(1))
+
+
 def test_text_follows_from_prompt_and_length():
     """Engines that took different numbers of cycles write the same text, so that they are compared on it."""
     drafts = RecordedDrafts(FILE, 8, torch.device("cpu"))
-
-    def write(slot: int, prompt: list[int]) -> list[int]:
-        slots = torch.tensor([slot])
-        drafts.begin_requests(SimpleNamespace(reqs=[Req(prompt)], req_pool_indices=slots))
-        return [int(drafts.choose(slots, at, at, slots)) for at in torch.arange(256, 576).split(1)]
-
-    first = write(3, [5, 6, 7])
-    assert write(4, [5, 6, 7]) == first
-    assert write(3, [5, 6, 8]) != first
+    first = write(drafts, 3, [5, 6, 7], 256)
+    assert write(drafts, 4, [5, 6, 7], 256) == first
+    assert write(drafts, 3, [5, 6, 8], 256) != first
 
 
-def test_one_client_gets_all_answers():
+def test_one_client_gets_all_answers(records):
     """Its requests have the same slot."""
+    num_answers = len(records[0]["num_tokens"])
     drafts = RecordedDrafts(FILE, 8, torch.device("cpu"))
-    slots, num_answers = torch.tensor([1]), 26
-    begun = set()
-    for i in range(8 * num_answers):
-        drafts.begin_requests(SimpleNamespace(reqs=[Req([i, i + 1])], req_pool_indices=slots))
-        begun.add(tuple(int(drafts.choose(slots, at, at, slots)) for at in torch.arange(0, 64).split(1)))
-    assert len(begun) == num_answers
+    assert len({write(drafts, 1, [i, i + 1], 0) for i in range(8 * num_answers)}) == num_answers
