@@ -5,7 +5,11 @@ Here the main process of a server is forked from this process, which has importe
 scheduler and the detokenizer are forked from the main process, where SGLang would spawn them. They keep the plugins
 that it has loaded.
 
-usage: launcher.py, with one JSON value per line on stdin:
+On a GPU, importing SGLang uses CUDA's driver, and a process that has used it cannot fork processes that use it. There
+this process imports only the libraries that SGLang needs. The main process of a server has a fork server, which it
+forks before it imports SGLang. The scheduler and the detokenizer are forked from that, import SGLang and load plugins.
+
+usage: launcher.py modules|libraries, with one JSON value per line on stdin:
     object: start a program. `arguments` are those of the interpreter (`-m MODULE ...`, `-c CODE` or `FILE ...`);
         `env` has environment variables of its own; `stdout` and `stderr` are files. The answer is its process id. The
         program leads a session.
@@ -14,10 +18,15 @@ usage: launcher.py, with one JSON value per line on stdin:
 The end of stdin ends the programs too: the process that started them was killed.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -34,6 +43,44 @@ MODULES = [
     # It imports every class of models.
     "sglang.srt.models.registry",
 ]
+# They take most of the time of importing SGLang. None of them uses CUDA's driver.
+LIBRARIES = [
+    "aiohttp",
+    "fastapi",
+    "openai",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "transformers.activations",
+    "triton",
+    "uvicorn",
+]
+# What CUDA's driver returns before it is initialised.
+NOT_INITIALIZED = 3
+
+
+def import_modules() -> None:
+    for module in MODULES:
+        importlib.import_module(module)
+    find_imported_at_once()
+
+
+def import_libraries() -> None:
+    # Torch asks NVML whether there is a GPU, and not the driver.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    if is_driver_initialized():
+        sys.exit(f"launcher.py: importing {', '.join(LIBRARIES)} has initialised CUDA's driver")
+
+
+def is_driver_initialized() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # A machine without a GPU.
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
 
 
 def fork_programs() -> dict:
@@ -113,9 +160,48 @@ def redirect(stdout: str, stderr: str) -> None:
         os.close(source)
 
 
-def begin(program: str, *arguments: str) -> None:
+def run_fork_server() -> None:
+    """Have processes forked from an image of this process as it is now, with the environment that their parent has."""
+
+    def fork_image(executable: str, arguments: list[str], passed: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd not in passed:
+                    # The one that listed them is closed already.
+                    with suppress(OSError):
+                        os.close(fd)
+            # The code that a new interpreter would run. It ends when no process is left to ask for another.
+            with suppress(SystemExit):
+                exec(arguments[-1], {})
+            os._exit(0)
+        return pid
+
+    get_preparation_data, prepare = multiprocessing.spawn.get_preparation_data, multiprocessing.spawn.prepare
+
+    def get_with_environment(name: str) -> dict:
+        return get_preparation_data(name) | {"environ": dict(os.environ)}
+
+    def prepare_with_environment(data: dict) -> None:
+        environ = data.pop("environ")
+        os.environ.update(environ)
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        prepare(data)
+
+    multiprocessing.spawn.get_preparation_data = get_with_environment
+    multiprocessing.spawn.prepare = prepare_with_environment
+    multiprocessing.resource_tracker.ensure_running()
+    spawn = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = fork_image
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = spawn
+
+
+def begin(start_method: str, program: str, *arguments: str) -> None:
+    # A library may have asked for the default one.
+    multiprocessing.set_start_method(start_method, force=True)
     # SGLang sets "spawn" later, so setting it is disabled.
-    multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda method, force=False: None
     sys.argv = [program, *arguments]
     if program == "-c":
@@ -133,9 +219,11 @@ def begin(program: str, *arguments: str) -> None:
 if __name__ == "__main__":
     # The interpreter searches the working directory first for a module that it is given.
     sys.path[0] = os.getcwd()
-    for module in MODULES:
-        importlib.import_module(module)
-    find_imported_at_once()
+    has_libraries = sys.argv[1] == "libraries"
+    if has_libraries:
+        import_libraries()
+    else:
+        import_modules()
     # Programs need not look for garbage in what is imported, nor copy its pages.
     gc.collect()
     gc.freeze()
@@ -143,4 +231,6 @@ if __name__ == "__main__":
     os.setsid()
     set_environment(request["env"])
     redirect(request["stdout"], request["stderr"])
-    begin(*request["arguments"])
+    if has_libraries:
+        run_fork_server()
+    begin("forkserver" if has_libraries else "fork", *request["arguments"])

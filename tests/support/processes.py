@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-# A process that has used CUDA's driver cannot fork processes that use it.
-CAN_FORK = not torch.cuda.is_available()
+# What a launcher imports; see launcher.py.
+IMPORTED = "libraries" if torch.cuda.is_available() else "modules"
 # Variables that no module reads on import. Programs that differ in them are forked from one process.
 READ_LATE = {
     "DEFAULT_TREES_OBSTACLE",
@@ -39,6 +39,12 @@ READ_LATE = {
     "SGLANG_RUST_SERVER",
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
 }
+
+
+def is_read_late(name: str) -> bool:
+    """Return whether no module of a launcher reads an environment variable on import."""
+    # Libraries read none of SGLang's.
+    return name in READ_LATE or (IMPORTED == "libraries" and name.startswith("SGLANG_"))
 
 
 class Process:
@@ -109,7 +115,7 @@ class Launcher:
         self._log_path = log_path
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("launcher.py")],
+                [sys.executable, Path(__file__).with_name("launcher.py"), IMPORTED],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -161,15 +167,15 @@ def start(
         env: variables to add to this process's environment.
         stdout: a file.
         stderr: a file; None for the file of `stdout`.
-        spawn: spawn the program, as users start it, so that each process imports SGLang. Machines with a GPU always do.
+        spawn: spawn the program, as users start it, so that each process imports SGLang.
     """
     stderr = stderr or stdout
     env = os.environ | env
     # Pytest changes this variable with every test.
     env.pop("PYTEST_CURRENT_TEST", None)
-    if spawn or not CAN_FORK:
+    if spawn:
         return Spawned(arguments, env, stdout, stderr)
-    late = {name: env[name] for name in READ_LATE & env.keys()}
+    late = {name: value for name, value in env.items() if is_read_late(name)}
     # Of these, the launcher has this process's own.
     common = {name: value for name, value in env.items() if name not in late}
     common |= {name: os.environ[name] for name in late.keys() & os.environ.keys()}
