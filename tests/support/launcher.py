@@ -161,9 +161,13 @@ def redirect(stdout: str, stderr: str) -> None:
 
 
 def run_fork_server() -> None:
-    """Have processes forked from an image of this process as it is now, with the environment that their parent has."""
+    """Run the fork server of `multiprocessing` in a fork of this process, where Python would start an interpreter.
 
-    def fork_image(executable: str, arguments: list[str], passed: list[int]) -> int:
+    Its processes have imported what this process has imported by now. They get the environment that their parent has
+    when it starts them.
+    """
+
+    def fork_image(_executable: str, arguments: list[str], passed: list[int]) -> int:
         pid = os.fork()
         if pid == 0:
             for fd in map(int, os.listdir("/proc/self/fd")):
@@ -171,10 +175,15 @@ def run_fork_server() -> None:
                     # The one that listed them is closed already.
                     with suppress(OSError):
                         os.close(fd)
-            # The code that a new interpreter would run. It ends when no process is left to ask for another.
-            with suppress(SystemExit):
+            status = 1
+            try:
+                # The code that a new interpreter would run.
                 exec(arguments[-1], {})
-            os._exit(0)
+            except SystemExit:
+                # No process is left that could ask for another one.
+                status = 0
+            finally:
+                os._exit(status)
         return pid
 
     get_preparation_data, prepare = multiprocessing.spawn.get_preparation_data, multiprocessing.spawn.prepare

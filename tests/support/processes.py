@@ -1,5 +1,7 @@
 """Programs that use SGLang in other processes, either spawned or forked from a process that has imported SGLang.
 
+On a machine with a GPU that process has imported SGLang's libraries only; see launcher.py.
+
 A program is given as the arguments of `python`: `-m MODULE ...`, `-c CODE` or `FILE ...`. It leads a session, which no
 process of SGLang leaves.
 """
