@@ -12,7 +12,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "masks.py"
 
-# SGLang has FA3's kernels for these two dtypes, but not every build has both.
+# SGLang has FA3's kernels for these two dtypes, but not every build has both. FlashInfer compiles for minutes for each
+# dtype, and other tests need bfloat16 too.
 DTYPES = {"fa3": "bfloat16", "flashinfer": "bfloat16", "triton": "float16"}
 # Four times the error of rounding an output; attention also rounds the weights of keys. One key more or less changes
 # some outputs by over 0.25 in every mask.

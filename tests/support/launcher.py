@@ -31,6 +31,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 import types
 from contextlib import suppress
 
@@ -182,6 +183,9 @@ def run_fork_server() -> None:
             except SystemExit:
                 # No process is left that could ask for another one.
                 status = 0
+            except BaseException:
+                # As an interpreter would; whatever the server raises, this image must not go on as its parent.
+                traceback.print_exc()
             finally:
                 os._exit(status)
         return pid
@@ -193,9 +197,8 @@ def run_fork_server() -> None:
 
     def prepare_with_environment(data: dict) -> None:
         environ = data.pop("environ")
+        os.environ.clear()
         os.environ.update(environ)
-        for name in os.environ.keys() - environ.keys():
-            del os.environ[name]
         prepare(data)
 
     multiprocessing.spawn.get_preparation_data = get_with_environment
