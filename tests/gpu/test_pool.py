@@ -6,11 +6,11 @@ A full pool leaves enough GPU memory for requests of every kind.
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import processes
 
 from models.tiny import TARGET_DIR
 
@@ -82,19 +82,18 @@ def fill(
     """Return what `fill_pool.py` writes, and the least free memory in MiB in each of its rounds."""
     output, log = folder / "result.json", folder / "log.txt"
     arguments = (json.dumps(each) for each in (ENGINE | engine | write_configs(folder), shares, rounds))
-    command = [sys.executable, SCRIPT, *arguments, output]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=stderr)
+    process = processes.start([str(SCRIPT), *arguments, str(output)], environment, folder / "stdout.txt", log)
     least_free = [free_memory() for _ in rounds]
     try:
-        while process.poll() is None:
+        while process.is_running():
             ended = sum(Path(f"{output}.{number}").exists() for number in range(len(rounds)))
             current = min(ended, len(rounds) - 1)
             least_free[current] = min(least_free[current], free_memory())
             time.sleep(0.1)
+        status = process.wait(0)
     finally:
-        process.kill()
-    assert process.returncode == 0, log.read_text()[-4000:]
+        process.end()
+    assert status == 0, log.read_text()[-4000:]
     return json.loads(output.read_text()), least_free
 
 
@@ -130,7 +129,7 @@ FALLBACK = [
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.group("pool-seeded-{is_seeded}")
+@pytest.mark.group("pool")
 @pytest.mark.parametrize("is_seeded", [False, True], ids=["unseeded", "seeded"])
 def test_requests_of_every_kind(tmp_path, is_seeded):
     """256 requests that need SGLang's sampler take more memory than 256 that the graph samples.
