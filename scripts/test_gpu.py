@@ -1,11 +1,11 @@
 """Run tests/gpu, several processes at a time on each GPU.
 
 SGLang takes most of a minute to start, and the small models of the tests use little of a GPU. The tests of a group
-share engines. One process of pytest runs a group. The longest groups start first. A quarter of the processes starts
-before the others, so that kernels are compiled once.
+share engines. A process of pytest takes half a minute to start, and runs many groups, one at a time. The longest groups
+start first.
 
-FOLDER gets `table.txt` with the result of each test as soon as it ends, a log per group, and answers of engines without
-speculation. The same command again runs the tests that have no result yet.
+FOLDER gets `table.txt` with the result of each test as soon as it ends, logs of the processes and of tests that fail,
+and answers of engines without speculation. The same command again runs the tests that have no result yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -30,8 +32,6 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", 
 # Seconds of each group, as measured. A group that is missing starts first.
 SECONDS = TESTS / "seconds.json"
 UNKNOWN = 300.0
-# Part of the processes that start first, and seconds until the others do. The first ones compile kernels for all.
-FIRST_PART, FIRST_SECONDS = 4, 90
 # A terminated group ends its engines.
 GRACE_SECONDS = 15
 
@@ -83,8 +83,76 @@ def part_of(groups: list[Group], part: int, num_parts: int, processes: int) -> l
     return sorted(parts[part - 1], key=lambda group: -group.seconds)
 
 
+class Worker:
+    """A process of pytest that runs groups, one at a time. It starts at once.
+
+    Attributes:
+        group: that it runs, or None.
+    """
+
+    def __init__(self, pytest: list[str], env: dict[str, str], log: Path) -> None:
+        self._arguments = pytest, env, log
+        self._control, passed = Pipe()
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [*pytest, "--worker", str(passed.fileno())],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=REPO,
+                pass_fds=[passed.fileno()],
+            )
+        passed.close()
+        self.group: Group | None = None
+        self._started_at = 0.0
+
+    def another(self) -> Worker:
+        """Return a new process in place of this one, which has ended."""
+        self._control.close()
+        return Worker(*self._arguments)
+
+    def start(self, group: Group) -> None:
+        self.group, self._started_at = group, time.monotonic()
+        # A process that has ended is noticed by `is_running`.
+        with suppress(BrokenPipeError):
+            self._control.send(group.name)
+
+    def is_running(self) -> bool:
+        """Return whether its group still runs. It does not if the process has ended."""
+        return not self._control.poll()
+
+    def take_result(self) -> tuple[Group, float, int | None]:
+        """Return the group that has ended, its seconds, and the exit status if the process has ended with it."""
+        group, self.group = self.group, None
+        status = None
+        try:
+            self._control.recv()
+        except (EOFError, ConnectionResetError):
+            status = self._process.wait()
+        return group, self.seconds(), status
+
+    def seconds(self) -> float:
+        """Return the time since the last group has started."""
+        return time.monotonic() - self._started_at
+
+    def end(self) -> None:
+        """End the process, at once if it runs a group."""
+        self._control.close()
+        if self.group is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status of a process that `end` ends. It is killed after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
 class Run:
-    """Processes of pytest, each for one group."""
+    """Groups of tests, several at a time."""
 
     def __init__(self, folder: Path, gpus: int, processes: int, deadline: float, pytest: list[str]) -> None:
         """
@@ -93,87 +161,83 @@ class Run:
             gpus: number of GPUs.
             processes: at a time on each GPU.
             deadline: of `time.monotonic`; groups that still run then are ended.
-            pytest: command without the options that differ by group.
+            pytest: command without the options that a run adds.
         """
         self._folder, self._gpus, self._deadline = folder, gpus, deadline
+        self._num_workers = gpus * processes
         self._table = folder / "table.txt"
-        self._slots = list(range(gpus * processes))
-        self._running: dict[int, tuple[Group, subprocess.Popen, float]] = {}
         self._pytest = [*pytest, "--table", str(self._table), "--answers", str(folder / "answers")]
         self._printed = self._table.stat().st_size if self._table.exists() else 0
         self.seconds: dict[str, float] = {}
-        self._started_at = time.monotonic()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, groups: list[Group]) -> None:
-        for at_once in ([group for group in groups if not group.alone], *([g] for g in groups if g.alone)):
-            waiting = list(at_once)
-            while (waiting or self._running) and time.monotonic() < self._deadline:
-                while waiting and self._slots and self._may_start():
-                    self._start(waiting.pop(0))
-                time.sleep(0.2)
-                self._collect()
-        self._end()
+        """Run groups in their order, those that run alone last."""
+        beside = [group for group in groups if not group.alone]
+        alone = [group for group in groups if group.alone]
+        devices, num_workers = self._devices(), min(self._num_workers, len(beside))
+        workers = [self._worker(str(i), {"CUDA_VISIBLE_DEVICES": devices[i % self._gpus]}) for i in range(num_workers)]
+        # It starts while the others work.
+        last = [self._worker("alone", {})] if alone else []
+        self._run(beside, workers)
+        self._run(alone, last)
 
-    def _may_start(self) -> bool:
-        first = -(-(len(self._slots) + len(self._running)) // FIRST_PART)
-        is_late = time.monotonic() - self._started_at > FIRST_SECONDS
-        return len(self._running) < first or is_late or bool(gpu_table.read(self._table))
+    def _run(self, groups: list[Group], workers: list[Worker]) -> None:
+        """Run groups, and end the workers."""
+        waiting = list(groups)
+        while time.monotonic() < self._deadline:
+            for worker in workers:
+                if worker.group is None and waiting:
+                    self._start(waiting.pop(0), worker)
+            if not waiting and all(worker.group is None for worker in workers):
+                break
+            time.sleep(0.2)
+            workers = [self._collect(worker) for worker in workers]
+            self._print()
+        self._end(workers)
 
-    def _start(self, group: Group) -> None:
+    def _collect(self, worker: Worker) -> Worker:
+        """Take note of a group that has ended. Return the worker, or another one if it has ended too."""
+        if worker.group is None or worker.is_running():
+            return worker
+        group, took, status = worker.take_result()
+        self._note_end(group, took, status)
+        return worker if status is None else worker.another()
+
+    def _worker(self, name: str, env: dict[str, str]) -> Worker:
+        # More threads than cores would slow each other down.
+        env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | env
+        return Worker(self._pytest, env, self._folder / "logs" / f"worker-{name}.log")
+
+    def _start(self, group: Group, worker: Worker) -> None:
         if group.seconds < UNKNOWN and time.monotonic() + group.seconds > self._deadline:
             self._write(f"not started, {group.seconds:.0f} s would be too long: {group.name}\n")
             return
-        slot = self._slots.pop(0)
-        # More threads than cores would slow each other down.
-        env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ
-        if not group.alone:
-            env["CUDA_VISIBLE_DEVICES"] = self._device(slot)
-        with (self._folder / "logs" / f"{group.name}.log").open("w") as log:
-            process = subprocess.Popen(
-                [*self._pytest, "--group", group.name], env=env, stdout=log, stderr=log, cwd=REPO
-            )
-        self._running[slot] = group, process, time.monotonic()
+        worker.start(group)
 
-    def _device(self, slot: int) -> str:
+    def _devices(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(i) for i in range(self._gpus)]
-        return devices[slot % self._gpus]
+        return visible.split(",") if visible else [str(i) for i in range(self._gpus)]
 
-    def _collect(self) -> None:
-        """Take note of processes that have ended."""
-        for slot, (group, process, started) in list(self._running.items()):
-            if process.poll() is None:
-                continue
-            del self._running[slot]
-            self._slots.append(slot)
-            self._note_end(group, process, started)
-        self._print()
-
-    def _note_end(self, group: Group, process: subprocess.Popen, started: float) -> None:
+    def _note_end(self, group: Group, took: float, status: int | None) -> None:
         missing = set(group.tests) - set(gpu_table.read(self._table))
-        took = time.monotonic() - started
         if missing:
+            ended = "" if status is None else f", exit status {status}"
             self._write(
-                f"UNFINISHED after {took:.0f} s, exit status {process.returncode}: {group.name}, "
-                f"{len(missing)} of {len(group.tests)} tests\n"
+                f"UNFINISHED after {took:.0f} s{ended}: {group.name}, {len(missing)} of {len(group.tests)} tests\n"
             )
         else:
             self.seconds[group.name] = round(took)
 
-    def _end(self) -> None:
-        """End what still runs."""
-        for _, process, _ in self._running.values():
-            process.send_signal(signal.SIGTERM)
+    def _end(self, workers: list[Worker]) -> None:
+        """End workers and what they still run."""
+        for worker in workers:
+            worker.end()
         deadline = time.monotonic() + GRACE_SECONDS
-        for group, process, started in self._running.values():
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            self._note_end(group, process, started)
-        self._running.clear()
+        for worker in workers:
+            status = worker.wait(max(0.1, deadline - time.monotonic()))
+            if worker.group is not None:
+                self._note_end(worker.group, worker.seconds(), status)
         self._print()
 
     def _write(self, line: str) -> None:

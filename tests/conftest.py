@@ -29,6 +29,12 @@ def pytest_addoption(parser):
     options.addoption("--group", metavar="GROUP", action="append", help="run this group of tests/gpu; may be repeated")
     options.addoption("--list-groups", metavar="FILE", help="write the groups of tests/gpu and their tests as JSON")
     options.addoption(
+        "--worker",
+        metavar="FD",
+        type=int,
+        help="run groups of tests/gpu that a pipe names; see scripts/test_gpu.py",
+    )
+    options.addoption(
         "--table", metavar="FILE", help="append results of tests/gpu to a table, and leave out tests that it has"
     )
     options.addoption(

@@ -1,8 +1,8 @@
 """Fixtures of tests that need a GPU, their groups, and the table of their results.
 
-Tests of a group share engines, so one process runs a group. `scripts/test_gpu.sh` runs groups in parallel. A test
-names its group by a format string of its parameters, `@pytest.mark.group("tiny-{backend}")`. Others are in that of
-their file.
+Tests of a group share engines, so one process runs them. `scripts/test_gpu.sh` has several processes, each of which
+runs one group at a time. A test names its group by a format string of its parameters,
+`@pytest.mark.group("tiny-{backend}")`. Others are in that of their file.
 
 Marker `alone`: no other test may use the GPUs, of which the test needs `gpus`.
 Marker `rehearsed`: the test runs on a CPU too with `--rehearse`.
@@ -12,6 +12,8 @@ import fcntl
 import json
 import re
 import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -69,20 +71,57 @@ def pytest_collection_modifyitems(config, items):
         Path(config.getoption("--list-groups")).write_text(json.dumps(groups))
 
 
+def pytest_runtestloop(session) -> bool | None:
+    """Run the groups that a pipe names, one at a time, and answer each name. Without `--worker`, run all tests."""
+    fd = session.config.getoption("--worker")
+    if fd is None:
+        return None
+    items_of: dict[str, list] = {}
+    for item in session.items:
+        items_of.setdefault(group_of(item), []).append(item)
+    with Connection(fd) as control:
+        for name in received(control):
+            items = items_of.get(name, [])
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                # If no test follows, fixtures end, and engines with them.
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            control.send(name)
+    return True
+
+
+def received(control: Connection) -> Iterator[str]:
+    """Yield what comes until the other end is closed."""
+    while True:
+        try:
+            yield control.recv()
+        except EOFError:
+            return
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     engines = getattr(item, "funcargs", {}).get("engines")
     if report.failed and engines is not None:
         report.sections.append(("log of the last engine", engines.log_tail()))
-    table = item.config.getoption("--table")
-    if table:
-        line = gpu_table.row_of(report)
-        if line is not None:
-            with open(table, "a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                file.write(line)
+    if item.config.getoption("--table"):
+        write_result(Path(item.config.getoption("--table")), report, group_of(item))
     return report
+
+
+def write_result(table: Path, report, group: str) -> None:
+    """Append a report to the table. Write why a test failed to the log of its group."""
+    line = gpu_table.row_of(report)
+    if line is not None:
+        with table.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(line)
+    if report.failed:
+        log = table.parent / "logs" / f"{group}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as file:
+            file.write(f"{report.nodeid}, {report.when}\n{report.longreprtext}\n")
+            file.writelines(f"--- {title}\n{content}\n" for title, content in report.sections)
 
 
 @pytest.fixture(scope="session")

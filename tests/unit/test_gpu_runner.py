@@ -8,22 +8,33 @@ from types import SimpleNamespace
 
 import pytest
 import test_gpu
+import torch
 from support import gpu_table
 from support.ties import Comparison, compare
 from test_gpu import Group, Run, groups_of, part_of
 
-# In place of pytest: write a row for each test of the group; "hang" stops before its second test.
+# In place of pytest: write a row for each test of a group; "hang" stops before its second test.
 STUB = """
 import sys, time
+from multiprocessing.connection import Connection
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-for i in range(2):
-    if options["--group"] == "hang" and i:
-        time.sleep(60)
-    if options["--group"] == "crash":
-        sys.exit(3)
-    outcome = "FAILED" if options["--group"] == "red" else "passed"
-    with open(options["--table"], "a") as table:
-        table.write(f"{outcome}   3 s  test_{options['--group']}.py::test_{i}\\n    a note\\n")
+control = Connection(int(options["--worker"]))
+while True:
+    try:
+        group = control.recv()
+    except EOFError:
+        break
+    for i in range(2):
+        if group == "hang" and i:
+            time.sleep(60)
+        if group == "crash":
+            sys.exit(3)
+        outcome = "FAILED" if group == "red" else "passed"
+        if group == "less" and i:
+            continue
+        with open(options["--table"], "a") as table:
+            table.write(f"{outcome}   3 s  test_{group}.py::test_{i}\\n    a note\\n")
+    control.send(group)
 """
 
 
@@ -52,13 +63,32 @@ def test_results_of_every_group(tmp_path, capsys):
 
 def test_what_a_run_that_is_cut_off_keeps(tmp_path):
     started = time.monotonic()
-    finished = run(tmp_path, [group("hang"), group("crash"), group("one"), group("late", seconds=90)], seconds=3)
+    groups = [group("hang"), group("crash"), group("less"), group("one"), group("late", seconds=90)]
+    finished = run(tmp_path, groups, seconds=3)
     assert time.monotonic() - started < 20
-    assert set(gpu_table.read(tmp_path / "table.txt")) == {*group("one").tests, group("hang").tests[0]}
+    assert set(gpu_table.read(tmp_path / "table.txt")) == {
+        *group("one").tests,
+        group("hang").tests[0],
+        group("less").tests[0],
+    }
     table = (tmp_path / "table.txt").read_text()
-    assert "UNFINISHED" in table and "crash, 2 of 2 tests" in table and "hang, 1 of 2 tests" in table
+    # A process that crashes is replaced.
+    assert "exit status 3: crash, 2 of 2 tests" in table and "s: less, 1 of 2 tests" in table
+    assert "hang, 1 of 2 tests" in table
     assert "not started, 90 s would be too long: late" in table
     assert set(finished.seconds) == {"one"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run tests/gpu")
+def test_pytest_runs_the_groups_that_it_is_given(tmp_path):
+    listed = test_gpu.list_groups(tmp_path, test_gpu.PYTEST)
+    groups = groups_of({name: listed[name] for name in ("tiny-fa3", "tiny-planted")}, {})
+    finished = Run(tmp_path, 1, 1, time.monotonic() + 120, test_gpu.PYTEST)
+    finished.run(groups)
+    assert gpu_table.read(tmp_path / "table.txt") == {test: "skipped" for of_group in groups for test in of_group.tests}
+    assert set(finished.seconds) == {"tiny-fa3", "tiny-planted"}
+    # One process ran both.
+    assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
 def test_parts_take_about_the_same_time():
