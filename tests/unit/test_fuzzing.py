@@ -12,6 +12,7 @@ from fuzzing.compare import EXCEPTIONS, Comparison
 from fuzzing.shrink import shrink
 
 PLAIN_CASE = Case(0, "tiny", [], [("max-total-tokens", 640)])
+SEEDED_CASE = Case(0, "tiny", [("enable-deterministic-inference", True)], [])
 
 
 def answer(tokens, **meta_info):
@@ -84,8 +85,7 @@ def test_what_is_sampled_by_chance_has_a_form():
 
 
 def test_seeded_answers_are_compared():
-    case = Case(0, "tiny", [("enable-deterministic-inference", True)], [])
-    assert differences(answer([1]), answer([2]), case, sampling_params={"temperature": 1.0})[0] == ["output_ids"]
+    assert differences(answer([1]), answer([2]), SEEDED_CASE, sampling_params={"temperature": 1.0})[0] == ["output_ids"]
 
 
 def test_full_pool():
@@ -234,11 +234,23 @@ def test_end_of_the_plain_server(is_running, found, monkeypatch):
     assert [each.kind for each in comparison.differences(request, *reversed(outcomes))] == ["status"]
 
 
-def test_an_openai_body_is_ruled_out_by_a_processor():
+RULED_OUT = {"regex": "ab", "custom_logit_processor": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("body", "plain", "case", "found"),
+    [
+        (RULED_OUT, 500, PLAIN_CASE, []),
+        ({"regex": "ab"}, 500, PLAIN_CASE, ["status"]),
+        # Sampled by chance, the other answer came to no such token.
+        (RULED_OUT, 200, PLAIN_CASE, []),
+        (RULED_OUT, 200, SEEDED_CASE, ["status"]),
+        (RULED_OUT | {"temperature": 0}, 200, PLAIN_CASE, ["status"]),
+    ],
+)
+def test_a_body_is_ruled_out_by_a_processor(body, plain, case, found):
     mine = {"status": 400, "answer": {"error": {"message": "No token is left to choose: all are ruled out"}}}
-    plain = {"status": 500, "answer": {"message": "Grammar accept_token failed"}}
-    body = {"regex": "ab", "custom_logit_processor": "{}"}
-    for fields, found in ((body, []), ({"regex": "ab"}, ["status"])):
-        comparison = Comparison(None, PLAIN_CASE)
-        request = {"kind": "whole", "path": "/v1/completions", "body": fields}
-        assert [difference.kind for difference in comparison.differences(request, mine, plain)] == found
+    request = {"kind": "whole", "path": "/v1/completions", "body": body}
+    of_plain = {"status": plain, "answer": {}}
+    differences = Comparison(None, case).differences(request, mine, of_plain)
+    assert [difference.kind for difference in differences] == found
