@@ -244,6 +244,7 @@ RULED_OUT = {"regex": "ab", "custom_logit_processor": "{}"}
         ({"regex": "ab"}, 500, PLAIN_CASE, ["status"]),
         # Sampled by chance, the other answer came to no such token.
         (RULED_OUT, 200, PLAIN_CASE, []),
+        (RULED_OUT, 503, PLAIN_CASE, ["status"]),
         (RULED_OUT, 200, SEEDED_CASE, ["status"]),
         (RULED_OUT | {"temperature": 0}, 200, PLAIN_CASE, ["status"]),
     ],
