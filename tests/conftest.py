@@ -26,7 +26,6 @@ def pytest_addoption(parser):
         metavar="FOLDER",
         help="where tests/gpu keep what engines without speculation answer, for other processes on the same GPU",
     )
-    options.addoption("--group", metavar="GROUP", action="append", help="run this group of tests/gpu; may be repeated")
     options.addoption("--list-groups", metavar="FILE", help="write the groups of tests/gpu and their tests as JSON")
     options.addoption(
         "--worker",

@@ -49,15 +49,9 @@ def pytest_collection_modifyitems(config, items):
         on_cpu = item.get_closest_marker("rehearsed")
         if not config.getoption("--rehearse") or on_cpu is None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    wanted, done = config.getoption("--group"), set()
     if config.getoption("--table"):
-        done = set(gpu_table.read(Path(config.getoption("--table"))))
-    if wanted or done:
-        left_out = [
-            item
-            for item in here
-            if gpu_table.test_name(item.nodeid) in done or (wanted and group_of(item) not in wanted)
-        ]
+        done = gpu_table.read(Path(config.getoption("--table")))
+        left_out = [item for item in here if gpu_table.test_name(item.nodeid) in done]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     if config.getoption("--list-groups"):

@@ -66,7 +66,8 @@ def test_lossless_and_acceptance(backend, shape, engines, prompts):
     compared.assert_floor(usual(compared, USUAL[backend, shape]))
     # Other texts have another acceptance: 5.08 to 5.26 in chains and 6.53 to 6.72 in trees, when 43 to 60 of 60 were
     # identical.
-    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE[shape], rel=0.001 if ON_CPU else 0.06)
+    margin = 0.03 if shape == "chains" else 0.06
+    assert rate == pytest.approx(CPU_TOKENS_PER_CYCLE[shape], rel=0.001 if ON_CPU else margin)
 
 
 @on_each_backend
