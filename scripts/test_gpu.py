@@ -152,35 +152,34 @@ class Worker:
 
 
 class Run:
-    """Groups of tests, several at a time."""
+    """Groups of tests, several at a time.
+
+    Its processes start at once. They end with this process, too.
+    """
 
     def __init__(self, folder: Path, gpus: int, processes: int, deadline: float, pytest: list[str]) -> None:
         """
         Args:
             folder: see the module.
             gpus: number of GPUs.
-            processes: at a time on each GPU.
+            processes: number of processes on all GPUs. There is one more for groups that run alone.
             deadline: of `time.monotonic`; groups that still run then are ended.
             pytest: command without the options that a run adds.
         """
-        self._folder, self._gpus, self._deadline = folder, gpus, deadline
-        self._num_workers = gpus * processes
+        self._folder, self._deadline = folder, deadline
         self._table = folder / "table.txt"
         self._pytest = [*pytest, "--table", str(self._table), "--answers", str(folder / "answers")]
         self._printed = self._table.stat().st_size if self._table.exists() else 0
         self.seconds: dict[str, float] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        devices = visible_devices(gpus)
+        self._workers = [self._worker(str(i), {"CUDA_VISIBLE_DEVICES": devices[i % gpus]}) for i in range(processes)]
+        self._alone = [self._worker("alone", {})]
 
     def run(self, groups: list[Group]) -> None:
-        """Run groups in their order, those that run alone last."""
-        beside = [group for group in groups if not group.alone]
-        alone = [group for group in groups if group.alone]
-        devices, num_workers = self._devices(), min(self._num_workers, len(beside))
-        workers = [self._worker(str(i), {"CUDA_VISIBLE_DEVICES": devices[i % self._gpus]}) for i in range(num_workers)]
-        # It starts while the others work.
-        last = [self._worker("alone", {})] if alone else []
-        self._run(beside, workers)
-        self._run(alone, last)
+        """Run groups in their order, those that run alone last, and end the processes."""
+        self._run([group for group in groups if not group.alone], self._workers)
+        self._run([group for group in groups if group.alone], self._alone)
 
     def _run(self, groups: list[Group], workers: list[Worker]) -> None:
         """Run groups, and end the workers."""
@@ -214,10 +213,6 @@ class Run:
             self._write(f"not started, {group.seconds:.0f} s would be too long: {group.name}\n")
             return
         worker.start(group)
-
-    def _devices(self) -> list[str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return visible.split(",") if visible else [str(i) for i in range(self._gpus)]
 
     def _note_end(self, group: Group, took: float, status: int | None) -> None:
         missing = set(group.tests) - set(gpu_table.read(self._table))
@@ -263,6 +258,11 @@ def list_groups(folder: Path, pytest: list[str]) -> dict:
     return json.loads(listed.read_text())
 
 
+def visible_devices(gpus: int) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(gpus)]
+
+
 def count_gpus() -> int:
     if shutil.which("nvidia-smi") is None:
         return 1
@@ -286,20 +286,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def main(arguments: list[str]) -> int:
-    options = parse(arguments)
-    started, folder = time.monotonic(), options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    table, pytest = folder / "table.txt", [*PYTEST, *options.pytest]
-    if options.done is not None:
-        with table.open("a") as file:
-            file.write(options.done.read_text())
-    seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    groups = groups_of(list_groups(folder, pytest), seconds)
+def chosen_groups(options: argparse.Namespace, listed: dict, seconds: dict[str, float], gpus: int) -> list[Group]:
+    """Return the groups that are to run, the longest first.
+
+    Args:
+        options: see `parse`.
+        listed: what `pytest --list-groups` writes.
+        seconds: by group.
+        gpus: number of GPUs.
+    """
+    groups = groups_of(listed, seconds)
     unknown = set(options.groups) - {group.name for group in groups}
     if unknown:
         sys.exit(f"tests/gpu has no groups {', '.join(sorted(unknown))}; --list prints them")
-    gpus = count_gpus()
     too_large = [group.name for group in groups if group.gpus > gpus]
     if too_large:
         print(f"left out on {gpus} GPU{'s' if gpus > 1 else ''}: {', '.join(too_large)}")
@@ -308,13 +307,30 @@ def main(arguments: list[str]) -> int:
     groups = part_of(groups, part, num_parts, options.processes * gpus)
     if options.groups:
         groups = [group for group in groups if group.name in options.groups]
-    done = set(gpu_table.read(table))
-    groups = [group for group in groups if not done.issuperset(group.tests)]
+    done = set(gpu_table.read(options.folder / "table.txt"))
+    return [group for group in groups if not done.issuperset(group.tests)]
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    started = time.monotonic()
+    folder = options.folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    table, pytest = folder / "table.txt", [*PYTEST, *options.pytest]
+    if options.done is not None:
+        with table.open("a") as file:
+            file.write(options.done.read_text())
+    seconds, gpus = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}, count_gpus()
     if options.list:
-        for group in groups:
+        for group in chosen_groups(options, list_groups(folder, pytest), seconds, gpus):
             print(f"{group.seconds:5.0f} s  {group.name}{', alone' if group.alone else ''}: {len(group.tests)} tests")
         return 0
-    run = Run(folder, gpus, options.processes, started + 60 * options.minutes, pytest)
+    processes = options.processes * gpus
+    if options.groups:
+        processes = min(processes, len(options.groups))
+    # Its processes start while pytest lists the groups.
+    run = Run(folder, gpus, processes, started + 60 * options.minutes, pytest)
+    groups = chosen_groups(options, list_groups(folder, pytest), seconds, gpus)
     run.run(groups)
     # Measured with as many other groups as ran at a time.
     (folder / "seconds.json").write_text(json.dumps(seconds | run.seconds, indent=4, sort_keys=True) + "\n")
