@@ -279,7 +279,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("groups", metavar="GROUP", nargs="*", help="groups to run (default: all)")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="run the I-th of N parts of about the same time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end what still runs after that time")
-    parser.add_argument("--processes", type=int, default=12, help="at a time on each GPU (default 12)")
+    parser.add_argument("--processes", type=int, default=14, help="at a time on each GPU (default 14)")
     parser.add_argument("--done", type=Path, metavar="TABLE", help="leave out tests that are in this table too")
     parser.add_argument("--list", action="store_true", help="print the groups, and run nothing")
     parser.add_argument("--pytest", default=[], type=str.split, help="more options of pytest")
