@@ -9,7 +9,6 @@ init_cuda_graphs         Serving        CUDA graphs, and the draft length of eac
 from __future__ import annotations
 
 import logging
-import random
 from dataclasses import asdict, dataclass
 
 from sglang.srt.lora.layers import unwrap_lora_layer
@@ -51,7 +50,7 @@ from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.adaptive import asks_for_adaptive, log_fixed
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates, verifies_trees
-from sglang_dflash.verify.request_keys import RequestKeys
+from sglang_dflash.verify.request_keys import RequestKeys, key_generator
 from sglang_dflash.verify.sampler import FallbackSampler
 
 logger = logging.getLogger(__name__)
@@ -111,8 +110,7 @@ class LoadedModels:
         num_slots = get_schedule().max_running_requests + 1
         if get_disagg().disaggregation_mode == "decode":
             num_slots += get_disagg().disaggregation_decode_extra_slots
-        # All tensor-parallel ranks have the same keys.
-        keys = RequestKeys(num_slots, device, random.Random(target_worker.random_seed))
+        keys = RequestKeys(num_slots, device, key_generator(target_worker.random_seed, get_parallel().dp_rank))
         return cls(
             block_size=block_size,
             mask_token_id=draft_model.dflash_config.mask_token_id,

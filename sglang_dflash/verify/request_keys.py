@@ -12,6 +12,16 @@ from sglang.srt.utils.common import async_h2d
 _KEY_BITS = 63
 
 
+def key_generator(seed: int, replica: int | None) -> random.Random:
+    """Return the generator of random keys. It is equal on the tensor-parallel ranks of a replica, and on no others.
+
+    Args:
+        seed: `--random-seed`, which all replicas of a server share.
+        replica: rank of the data-parallel replica; None: the server has one.
+    """
+    return random.Random(seed if replica is None else f"{seed}, replica {replica}")
+
+
 class RequestKeys:
     """The key of every running request; see :mod:`sglang_dflash.ops.noise`.
 

@@ -162,6 +162,9 @@ def test_replicas(pair, prompts):
         )
     )
 
+    # Random requests differ, also those that are the first of their replica.
+    drawn = pair.dflash.generate_concurrently([{"input_ids": prompts[0], "max_new_tokens": 40, "temperature": 1.0}] * 8)
+    assert len({tuple(answer["output_ids"]) for answer in drawn}) == 8
     states = pair.dflash.get("/server_info")["internal_states"]
     assert [state["sglang_dflash"]["worker"] for state in states] == ["DFlashWorker"] * 2
     assert {answer["meta_info"]["dp_rank"] for answer in answers} == {0, 1}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_dflash.verify.request_keys import RequestKeys
+from sglang_dflash.verify.request_keys import RequestKeys, key_generator
 
 
 class Request:
@@ -30,9 +30,11 @@ def test_requests_have_keys_of_their_own_and_keep_them():
     assert begin(keys, second, first, slots=[5, 6]) == [other, one] and third not in (one, other)
 
 
-def test_ranks_have_the_same_keys():
-    one, other = (begin(RequestKeys(9, "cpu", random.Random(7)), Request(), slots=[1]) for _ in range(2))
-    assert one == other
+def test_ranks_have_the_same_keys_and_replicas_others():
+    generators = [key_generator(7, replica) for replica in (None, None, 0, 0, 1)]
+    keys = [begin(RequestKeys(9, "cpu", generator), Request(), slots=[1]) for generator in generators]
+    assert keys[0] == keys[1] and keys[2] == keys[3]
+    assert len({key for [key] in keys}) == 3
 
 
 def test_a_seed_is_the_key_of_a_single_sample():
