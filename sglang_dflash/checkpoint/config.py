@@ -568,6 +568,12 @@ def resolve_tree(trained: int, dflash_block_size: int | None, num_draft_tokens: 
     return min(block_size, num_nodes), num_nodes
 
 
+_AS_NODES = (
+    f"With --speculative-eagle-topk {DEFAULT_CANDIDATES}, --speculative-num-draft-tokens is the number of nodes of a "
+    "tree."
+)
+
+
 def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_tokens: int | None) -> int:
     """Return the block size of a server that verifies chains.
 
@@ -587,13 +593,13 @@ def resolve_block_size(trained: int, dflash_block_size: int | None, num_draft_to
     if len(set(given.values())) > 1:
         raise ConfigError(
             " and ".join(f"{flag} {value}" for flag, value in given.items())
-            + " contradict each other: both set DFLASH's block size."
+            + f" contradict each other: both set DFLASH's block size. {_AS_NODES}"
         )
     for flag, value in given.items():
         if not 2 <= value <= trained:
             raise ConfigError(
                 f"{flag} {value}: the block size must be at least 2 (the bonus token and one draft token) and at "
-                f"most {trained}, the block_size that the drafter was trained with."
+                f"most {trained}, the block_size that the drafter was trained with. {_AS_NODES}"
             )
         return value
     return trained

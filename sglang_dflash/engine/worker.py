@@ -47,6 +47,7 @@ from sglang_dflash.engine.hidden_states import prompt_hidden_states
 from sglang_dflash.engine.metrics import APPENDED, VERIFIED
 from sglang_dflash.engine.relay import DFlashDraftInput, host_kv_lens
 from sglang_dflash.engine.stages import BuiltCycle, LoadedModels, Pools, Serving, describe
+from sglang_dflash.memory import stored_kv
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
 from sglang_dflash.verify.output import CycleOutput
 from sglang_dflash.version import __version__
@@ -333,6 +334,7 @@ class DFlashWorker(BaseSpecWorker):
         success, message = self.draft_model_runner.weight_updater.update_weights_from_disk(path, load_format)
         if success:
             self._built.cycle.reload_weights()
+            stored_kv.note_update(path)
         return success, message
 
     @property

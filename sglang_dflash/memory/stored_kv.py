@@ -13,9 +13,17 @@ from sglang.srt.runtime_context import get_spec
 
 from sglang_dflash.server_args.arguments import serves_dflash
 
+# Checkpoints that the drafter was updated from since the start of this process.
+_updates: list[str] = []
+
+
+def note_update(path: str) -> None:
+    """Give KV that is stored from now on another name: the drafter has the weights of another checkpoint."""
+    _updates.append(path)
+
 
 def storage_model_name(original, model_name: str | None, host_pool: HostKVCache) -> str | None:
-    """AROUND `cache_controller.storage_model_name`: add a digest of the drafter's path, revision and KV dtype.
+    """AROUND `cache_controller.storage_model_name`: add a digest of the drafter's weights and KV dtype.
 
     Another drafter computes other KV from the same target. Names of files are too short for paths.
     """
@@ -26,7 +34,9 @@ def storage_model_name(original, model_name: str | None, host_pool: HostKVCache)
     fields = (
         spec.speculative_draft_model_path,
         spec.speculative_draft_model_revision,
+        spec.speculative_draft_model_quantization,
         spec.speculative_draft_kv_cache_dtype,
+        *_updates,
     )
     digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()[:12]
     return f"{name or ''}-dflash-{digest}"

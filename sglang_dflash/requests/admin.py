@@ -18,6 +18,8 @@ from fastapi import HTTPException
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import (
+    AttachHiCacheStorageReqInput,
+    AttachHiCacheStorageReqOutput,
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
     ConfigureLoggingReq,
@@ -53,9 +55,11 @@ from sglang.srt.managers.scheduler_components.internal_state import SchedulerInt
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.runtime_context import get_parallel
 
+from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args.arguments import is_dflash, serves_dflash
-from sglang_dflash.server_args.refusals import IGNORED
+from sglang_dflash.server_args.refusals import IGNORED, check_storage
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,7 @@ class AdminError(Exception):
 
 # Answers to failed requests, by type of the request.
 _ANSWERS: dict[type, Callable] = {
+    AttachHiCacheStorageReqInput: partial(AttachHiCacheStorageReqOutput, success=False),
     BeginWeightUpdateReqInput: partial(BeginWeightUpdateReqOutput, success=False),
     EndWeightUpdateReqInput: partial(EndWeightUpdateReqOutput, success=False),
     InitWeightsSendGroupForRemoteInstanceReqInput: partial(
@@ -100,9 +105,22 @@ def answer_errors(result, scheduler) -> None:
     if not scheduler.spec_algorithm.is_dflash():
         return
     handlers = scheduler._request_dispatcher._mapping
+    attach = handlers[AttachHiCacheStorageReqInput]
+    handlers[AttachHiCacheStorageReqInput] = partial(_attach_storage, attach, scheduler)
     for answers, field in ((_ANSWERS, "message"), (_MUTE_ANSWERS, "rid")):
         for request, answer in answers.items():
             handlers[request] = partial(_handle, handlers[request], answer, field)
+
+
+def _attach_storage(
+    attach: Callable, scheduler, recv_req: AttachHiCacheStorageReqInput
+) -> AttachHiCacheStorageReqOutput:
+    """Refuse a backend that is refused as a flag too."""
+    try:
+        check_storage(recv_req.hicache_storage_backend, scheduler.model_config, get_parallel().tp_size)
+    except ConfigError as error:
+        raise AdminError(str(error)) from error
+    return attach(recv_req)
 
 
 def _handle(handler: Callable, answer: Callable, field: str, recv_req: Any) -> Any:

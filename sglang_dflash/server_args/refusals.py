@@ -6,7 +6,7 @@ import logging
 
 import msgspec
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-from sglang.srt.configs.model_config import ModelImpl
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
@@ -61,6 +61,8 @@ UNSUPPORTED = (
     "debug_cuda_graph",
     # Looks for the drafter's layers by the names that they have in a target.
     "debug_tensor_dump_output_folder",
+    # Takes KV that a kernel of this package moves for KV that was overwritten.
+    "kv_canary",
     # Other tasks, and outputs that the cycle does not collect.
     "is_embedding",
     "enable_mis",
@@ -180,6 +182,27 @@ def check_host_cache(server_args: ServerArgs, drafter: DFlashConfig, target: Tar
             f"{flag}: drafter {drafter.path} has num_hidden_layers={len(drafter.layers)}, and the target only "
             f"{target.num_layers}: SGLang loads a layer of the drafter with each layer of the target; leave it out."
         )
+    cfg = resolving_view(server_args)
+    check_storage(cfg.hicache_storage_backend, model_config_of(server_args), cfg.tp_size)
+
+
+def check_storage(backend: str | None, model_config: ModelConfig, tp_size: int) -> None:
+    """Refuse stores of KV that would give every tensor-parallel rank the drafter's KV of the first one.
+
+    All ranks have the same KV of a target with latent attention, and SGLang stores it once. The drafter's KV differs.
+    SGLang knows that in the keys of Mooncake only (`HybridCacheController.should_backup`).
+
+    Args:
+        backend: `--hicache-storage-backend`.
+        model_config: of the target.
+        tp_size: number of ranks.
+    """
+    if backend in (None, "mooncake") or tp_size == 1 or model_config.attention_arch != AttentionArch.MLA:
+        return
+    raise ConfigError(
+        f"--hicache-storage-backend {backend} with --tp-size {tp_size} is not supported with DFLASH for a target with "
+        "latent attention: it stores the drafter's KV of one rank only; choose mooncake, or leave it out."
+    )
 
 
 def check_disaggregation(server_args: ServerArgs, target: TargetFacts) -> None:

@@ -17,13 +17,17 @@ from safetensors.torch import save_file
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.engine import simulate, transfer
 from sglang_dflash.errors import ConfigError
+from sglang_dflash.requests import admin
 from sglang_dflash.server_args import pair
 from sglang_dflash.server_args.arguments import is_dflash
 from sglang_dflash.server_args.backends import DRAFT_BACKENDS, draft_attention_backend
@@ -33,6 +37,7 @@ from sglang_dflash.server_args.refusals import (
     UNSUPPORTED,
     check_disaggregation,
     check_host_cache,
+    check_storage,
 )
 
 
@@ -51,6 +56,7 @@ def test_block_size(flag, value):
     message = refusal(**{flag: value})
     assert message.startswith(f"--{flag.replace('_', '-')} {value}:")
     assert "at least 2" in message and "at most 16" in message
+    assert "With --speculative-eagle-topk 16, --speculative-num-draft-tokens is the number of nodes" in message
 
 
 def test_block_sizes_contradict():
@@ -138,6 +144,7 @@ UNSUPPORTED_VALUES = {
     "elastic_ep_backend": "mooncake",
     "startup_weight_load_mode": "overlap",
     "debug_tensor_dump_output_folder": "dumps",
+    "kv_canary": "log",
     "debug_cuda_graph": True,
     "weight_cache_mode": "client",
     "dllm_algorithm": "LowConfidence",
@@ -460,6 +467,31 @@ def test_hierarchical_cache():
             check_host_cache(args, drafter, target)
         assert str(caught.value).startswith("--enable-hierarchical-cache")
         check_host_cache(asked(), drafter, target)
+
+
+def test_storage_of_a_target_with_latent_attention():
+    """Whoever attaches a storage later gets the same message."""
+    latent, others = (SimpleNamespace(attention_arch=arch) for arch in (AttentionArch.MLA, AttentionArch.MHA))
+    for served in ((None, latent, 2), ("mooncake", latent, 2), ("file", latent, 1), ("file", others, 2)):
+        check_storage(*served)
+    with pytest.raises(ConfigError) as caught:
+        check_storage("file", latent, 2)
+    message = str(caught.value)
+    assert message.startswith("--hicache-storage-backend file with --tp-size 2 is not supported with DFLASH")
+
+    def attach(request):
+        raise AssertionError("attached")
+
+    handlers = dict.fromkeys((*admin._ANSWERS, *admin._MUTE_ANSWERS), attach)
+    scheduler = SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        model_config=latent,
+        _request_dispatcher=SimpleNamespace(_mapping=handlers),
+    )
+    admin.answer_errors(None, scheduler)
+    with get_parallel().override(tp_size=2):
+        answer = handlers[AttachHiCacheStorageReqInput](AttachHiCacheStorageReqInput(hicache_storage_backend="file"))
+    assert not answer.success and answer.message == message
 
 
 def test_disaggregation():

@@ -229,6 +229,9 @@ class Server:
         self._http = requests.Session()
         self._http.trust_env = False
         self._http.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
+        key = dict((*settings.flags, *settings.dflash_flags)).get("admin-api-key")
+        if key is not None:
+            self._http.headers["Authorization"] = f"Bearer {key}"
         arguments = ["-m", "sglang.launch_server", *settings.arguments(dflash), "--host", "127.0.0.1", *ports]
         # With default flags, the server with DFLASH is started as users start theirs.
         self.is_spawned = dflash and not (settings.flags or settings.dflash_flags or settings.env)
@@ -296,6 +299,13 @@ class Server:
     def try_post(self, path: str, body: dict) -> requests.Response:
         """Post a request that may be refused."""
         return self._request("POST", path, json=body)
+
+    def attach_storage(self, backend: str) -> None:
+        """Attach a storage backend to the hierarchical cache."""
+        self._check(self._request("PUT", "/hicache/storage-backend", json={"hicache_storage_backend": backend}))
+
+    def detach_storage(self) -> None:
+        self._check(self._request("DELETE", "/hicache/storage-backend"))
 
     def post_stream(self, path: str, body: dict) -> Iterator[dict]:
         """Yield the chunks of a server-sent event stream as they come. Closing the iterator disconnects."""

@@ -67,12 +67,20 @@ def test_requests_at_a_time(pair, texts):
     assert cycles(first[:9]) == cycles(again)
 
 
+def stored(answers: list[dict]) -> list[int]:
+    """Return the tokens of each prompt that came from files."""
+    return [(answer["meta_info"]["cached_tokens_details"] or {"storage": 0})["storage"] for answer in answers]
+
+
 def test_prompts_come_back_from_files(texts, tmp_path, tmp_path_factory):
-    """A new server finds the files of one with the same drafter, and not those of another drafter."""
+    """A new server finds the files of one with the same drafter, and not those of another drafter.
+
+    Neither does a server whose drafter is updated while no files are attached.
+    """
     other = tmp_path / "drafter"
     other.symlink_to(DRAFTER_DIR)
     flags = (*HOST, ("page-size", PAGE_SIZE), ("hicache-storage-backend", "file"))
-    flags += (("hicache-storage-prefetch-policy", "wait_complete"),)
+    flags += (("hicache-storage-prefetch-policy", "wait_complete"), ("admin-api-key", "of the test"))
     store = (("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store")),)
     same = Settings("hicache-file", dflash_flags=flags, env=store)
     different = Settings(
@@ -86,14 +94,16 @@ def test_prompts_come_back_from_files(texts, tmp_path, tmp_path_factory):
         refused = server.try_post("/update_weights_from_disk", {"model_path": str(DRAFTER_DIR)})
         assert refused.status_code == 400 and "--hicache-storage-backend file" in refused.text
         wait_until_stored(tmp_path / "store", texts[:3])
+        if name == "other":
+            server.detach_storage()
+            assert server.post("/update_weights_from_disk", {"model_path": str(DRAFTER_DIR)})["success"]
+            server.attach_storage("file")
+            answers["updated"] = ask(texts[:3])(server)
         servers.stop()
 
-    storage = {
-        name: [(answer["meta_info"]["cached_tokens_details"] or {"storage": 0})["storage"] for answer in of_one]
-        for name, of_one in answers.items()
-    }
+    storage = {name: stored(of_one) for name, of_one in answers.items()}
     assert storage["second"] == stored_lens(texts[:3])
-    assert storage["first"] == storage["other"] == [0, 0, 0]
-    for name in ("second", "other"):
+    assert storage["first"] == storage["other"] == storage["updated"] == [0, 0, 0]
+    for name in ("second", "other", "updated"):
         assert cycles(answers[name]) == cycles(answers["first"])
         assert [each["output_ids"] for each in answers[name]] == [each["output_ids"] for each in answers["first"]]
