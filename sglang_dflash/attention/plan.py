@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -128,9 +129,17 @@ class HybridPlan:
         self._backend.linear_attn_backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
+def verifying(backend: AttentionBackend) -> AttentionBackend:
+    """Return the backend that verifies blocks: of those for prefill and for decode, the one of its attention mode."""
+    if not isinstance(backend, HybridAttnBackend):
+        return backend
+    return backend.decode_backend if backend.spec_attn_is_decode else backend.prefill_backend
+
+
 def parts(backend: AttentionBackend) -> list[AttentionBackend]:
-    """Return the backends of a model's layers: the one of full attention, then the one of recurrent layers, if any."""
-    return backend.attn_backend_list if isinstance(backend, HybridLinearAttnBackend) else [backend]
+    """Return the backends that verify blocks: the one of full attention, then the one of recurrent layers, if any."""
+    backends = backend.attn_backend_list if isinstance(backend, HybridLinearAttnBackend) else [backend]
+    return [verifying(each) for each in backends]
 
 
 def widen_page_table(backend: PagedBackend) -> None:
@@ -154,6 +163,7 @@ def block_plan(backend: AttentionBackend, block_size: int) -> BlockPlan:
     """
     if isinstance(backend, HybridLinearAttnBackend):
         return HybridPlan(backend, block_plan(backend.full_attn_backend, block_size))
+    backend = verifying(backend)
     # Imported here, as in the functions below: a machine without a GPU does not load these backends.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

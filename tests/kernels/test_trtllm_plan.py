@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.attention import trtllm_mha_backend, trtllm_mla_backend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.attention import plan
@@ -128,6 +129,17 @@ def test_trtllm_mla_is_laid_out_by_the_plan(trtllm_mla, device):
     metadata = trtllm_mla.forward_decode_metadata
     assert metadata.seq_lens_k.tolist() == [seq_len + BLOCK_SIZE for seq_len in SEQ_LENS]
     assert_pages(metadata.block_kv_indices, trtllm_mla.req_to_token)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_of_two_backends_the_one_that_verifies_is_planned(trtllm_mha, mode):
+    """`--prefill-attention-backend` and `--decode-attention-backend` name two."""
+    both = object.__new__(HybridAttnBackend)
+    both.spec_attn_is_decode = mode == "decode"
+    both.prefill_backend, both.decode_backend = (None, trtllm_mha) if mode == "decode" else (trtllm_mha, None)
+    assert type(plan.block_plan(both, BLOCK_SIZE)) is plan.PagedPlan
+    assert trtllm_mha.max_context_len == WIDTH
+    assert plan.parts(both) == [trtllm_mha]
 
 
 def assert_pages(page_table: torch.Tensor, req_to_token: torch.Tensor) -> None:
