@@ -109,10 +109,12 @@ def handle_dflash(server_args: ServerArgs) -> None:
     choices = backends.draft_attention_backends(server_args)
     backend = backends.draft_attention_backend(server_args, choices)
     drafter.check_attention_backend(backend, block_size, choices)
-    pair.check_local_tensors(server_args, drafter)
+    load_format = pair.draft_load_format(server_args)
+    pair.check_local_tensors(server_args, drafter, load_format)
     declare_resolution(
         server_args,
         _SOURCE,
+        speculative_draft_load_format=load_format,
         speculative_num_draft_tokens=num_rows,
         speculative_dflash_block_size=block_size,
         # EAGLE's shape: SGLang's KV accounting reads it for every algorithm. The user's value stays in `server_args`,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 from huggingface_hub.errors import StrictDataclassError
@@ -11,6 +12,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
+from sglang.srt.utils.runai_utils import is_runai_obj_uri
 from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import formats
@@ -18,6 +20,8 @@ from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, check_che
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.checkpoint.tensors import check_tensors, read_headers, safetensors_files
 from sglang_dflash.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def read_drafter(server_args: ServerArgs) -> PretrainedConfig:
@@ -73,14 +77,41 @@ def target_facts(server_args: ServerArgs) -> TargetFacts:
     )
 
 
-def check_local_tensors(server_args: ServerArgs, drafter: DFlashConfig) -> None:
+# Formats that any checkpoint on the hub can be loaded with.
+_COMMON_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "instanttensor")
+
+
+def draft_load_format(server_args: ServerArgs) -> str | None:
+    """Return the format of the drafter's weights; None: SGLang chooses it by the drafter's path.
+
+    Without `--speculative-draft-load-format`, SGLang would take the target's, which may be of the target alone: GGUF,
+    Mistral's, or shards of its tensors.
+    """
+    cfg = resolving_view(server_args)
+    if cfg.speculative_draft_load_format is not None:
+        return cfg.speculative_draft_load_format
+    if is_runai_obj_uri(cfg.speculative_draft_model_path):
+        return None
+    if cfg.load_format in _COMMON_FORMATS:
+        return cfg.load_format
+    logger.info(
+        "DFLASH loads the drafter as --speculative-draft-load-format auto: --load-format %s is the target's.",
+        cfg.load_format,
+    )
+    return "auto"
+
+
+def check_local_tensors(server_args: ServerArgs, drafter: DFlashConfig, load_format: str | None) -> None:
     """Check the drafter's tensors before the target is loaded, if they are in local safetensors files.
 
     Tensors of other checkpoints are checked when the drafter is loaded. A drafter's own embedding of the mask token is
     checked in any case.
+
+    Args:
+        load_format: of the drafter.
     """
     cfg = resolving_view(server_args)
-    path, load_format = cfg.speculative_draft_model_path, cfg.speculative_draft_load_format or cfg.load_format
+    path = cfg.speculative_draft_model_path
     read_mask_embedding(drafter, cfg.speculative_draft_model_revision)
     if load_format in ("auto", "safetensors") and os.path.isdir(path) and safetensors_files(path):
         check_tensors(drafter, read_headers(path))

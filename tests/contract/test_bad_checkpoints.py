@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from httpx import Request, Response
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from resolving import checkpoint, drafter_with, refusal, resolve
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
+from sglang_dflash.checkpoint import mask_embedding
+from sglang_dflash.errors import ConfigError
 
 # --- the drafter's path ---------------------------------------------------------------------------------------------
 
@@ -73,6 +78,41 @@ def test_mask_embedding(tmp_path, found, named):
         torch.save(found, file)
     message = refusal(speculative_draft_model_path=path)
     assert message.startswith(f"mask_embedding.pt of drafter {path}") and named in message
+
+
+def test_mask_embedding_of_a_repository_that_cannot_be_asked(monkeypatch, caplog):
+    """Its server starts, and the log says what is not known."""
+
+    def fail(*args, **kwargs):
+        raise OSError("no connection") from cause
+
+    monkeypatch.setattr(mask_embedding, "cached_file", fail)
+    drafter = SimpleNamespace(path="somebody/drafter", mask_token_id=1, hidden_size=256)
+    cause = RemoteEntryNotFoundError("404", response=Response(404, request=Request("GET", "http://hub")))
+    assert mask_embedding.read_mask_embedding(drafter) is None and not caplog.records
+    cause = LocalEntryNotFoundError("offline")
+    for _ in range(2):
+        assert mask_embedding.read_mask_embedding(drafter) is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "somebody/drafter has a mask_embedding.pt" in record.getMessage()
+    cause = PermissionError("denied")
+    with pytest.raises(ConfigError, match="of drafter somebody/drafter cannot be read: no connection"):
+        mask_embedding.read_mask_embedding(drafter)
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded"),
+    [
+        ({}, "auto"),
+        ({"load_format": "dummy"}, "dummy"),
+        ({"load_format": "sharded_state"}, "auto"),
+        ({"load_format": "bitsandbytes"}, "auto"),
+        ({"load_format": "gguf", "speculative_draft_load_format": "safetensors"}, "safetensors"),
+    ],
+    ids=str,
+)
+def test_load_format_of_the_target_alone(flags, loaded):
+    assert resolve(**flags).speculative_draft_load_format == loaded
 
 
 def test_target_as_drafter():
