@@ -5,7 +5,7 @@
 #
 #   --pair smollm2   SmolLM2-135M-Instruct, a chat model (default); its weights are downloaded once, 93 MB
 #   --pair tiny      4 million parameters, in this repository; continues Python code
-#   --pair hybrid    0.9 million parameters, in this repository; a target of Qwen3.5's class with recurrent layers
+#   --pair hybrid    2.8 million parameters, in this repository; a target of Qwen3.5's class with recurrent layers
 #   --plain          brackets instead of colours
 set -euo pipefail
 
