@@ -26,6 +26,7 @@ from sglang_dflash.requests import (
     finishing,
     received,
     stop_regex,
+    tool_calls,
     update_weights,
     validate,
 )
@@ -443,6 +444,27 @@ HOOKS = [
         why="among the tokens of one cycle, SGLang may miss the first that ends the request, and it counts tokens "
         "after the end as reasoning",
         until="SGLang ends a request at the first token that ends it, and counts none after it",
+    ),
+    Hook(
+        target="sglang.srt.session.session_controller.Session._concat_token_arrays",
+        kind=HookType.AROUND,
+        function=finishing.leave_out_what_follows,
+        why="the next turn of a session would get the tokens that a cycle accepted after the end of the answer",
+        until="a session's next turn gets a request's output up to `finished_len`",
+    ),
+    Hook(
+        target="sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__",
+        kind=HookType.AFTER,
+        function=tool_calls.keep_tokenizer,
+        why="`parse_stream_chunk` needs the tokenizer",
+        until="the next hook ends",
+    ),
+    Hook(
+        target="sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk",
+        kind=HookType.AROUND,
+        function=tool_calls.parse_stream_chunk,
+        why="parsers of streamed tool calls lose text and arguments where a chunk has several tokens",
+        until="every parser takes chunks of several tokens",
     ),
     Hook(
         target="sglang.srt.managers.schedule_batch.Req._check_str_based_finish",

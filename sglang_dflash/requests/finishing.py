@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_dflash.server_args.arguments import serves_dflash
@@ -29,6 +30,16 @@ def update_finish_state(original, req: Req, new_accepted_len: int = 1) -> None:
     _end(original, req, new_accepted_len, failing)
     if req.finished_len is not None:
         _forget_reasoning_after_end(req)
+
+
+def leave_out_what_follows(original, last_req: Req, req: TokenizedGenerateReqInput, session_params: SessionParams):
+    """AROUND `Session._concat_token_arrays`: begin the next turn of a session where the answer of the last one ended.
+
+    SGLang takes all tokens of the last cycle.
+    """
+    if last_req.finished_len is not None and serves_dflash():
+        del last_req.output_ids[last_req.finished_len :]
+    return original(last_req, req, session_params)
 
 
 def _end(original, req: Req, new_accepted_len: int, failing: tuple[int, FINISH_ABORT] | None) -> None:

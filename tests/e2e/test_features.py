@@ -71,6 +71,29 @@ def test_session(pair, prompts):
     assert answers[1]["meta_info"]["prompt_tokens"] > alone["meta_info"]["prompt_tokens"]
 
 
+def test_session_after_a_stop(pair, prompts):
+    """The second turn gets the answer to its end, and no token that a cycle accepted after it."""
+    answer = pair.plain.generate(prompts[6], max_new_tokens=30)["output_ids"]
+    stops = sorted(set(answer), key=answer.index)[3:11]
+
+    def two_turns(server):
+        answers = []
+        for stop in stops:
+            session = server.post("/open_session", {"capacity_of_str_len": 4000})
+            asked = {"max_new_tokens": 30, "stop_token_ids": [stop]}
+            answers.append(server.generate(prompts[6], session_params={"id": session}, **asked))
+            more = {"id": session, "rid": answers[-1]["meta_info"]["id"]}
+            answers.append(server.generate(prompts[7][:20], max_new_tokens=30, session_params=more))
+            server.post("/close_session", {"session_id": session})
+        return answers
+
+    dflash, plain = pair.ask(two_turns)
+
+    assert_same_answers(dflash, plain)
+    lens = [[answer["meta_info"]["prompt_tokens"] for answer in answers] for answers in (dflash, plain)]
+    assert lens[0] == lens[1] and len(set(lens[0])) > 2
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause(pair, prompts, mode):
     # Long enough that the load is reported while they run.
