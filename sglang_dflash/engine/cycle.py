@@ -31,6 +31,9 @@ from sglang_dflash.types import Block
 from sglang_dflash.verify.logits import VerifyLogits
 from sglang_dflash.verify.output import CycleOutput
 
+# No target chooses it.
+_NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class CycleInputs:
@@ -229,11 +232,12 @@ class DecodeCycle:
             index: [n] int64, indices of these requests in the batch.
             target_tokens: [n, W] int64, the sampler's token after every token of their blocks.
         """
+        seq_lens = output.batch.seq_lens[index]
+        # A chain of nodes ends early where the drafter's logits are NaN. The nodes after it are at the root's position.
+        places = seq_lens[:, None] + torch.arange(target_tokens.shape[1], device=seq_lens.device)
+        block_tokens = output.block_tokens[index].masked_fill(output.positions[index] != places, _NO_TOKEN)
         accepted = self.verification.accept_chains(
-            output.block_tokens[index],
-            target_tokens,
-            output.batch.seq_lens[index],
-            output.batch.req_pool_indices[index],
+            block_tokens, target_tokens, seq_lens, output.batch.req_pool_indices[index]
         )
         output.accepted.put(index, accepted)
 

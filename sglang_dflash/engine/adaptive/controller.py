@@ -34,6 +34,9 @@ LONGER_SHARE = 0.85
 # On a GPU, cycles that one choice is for, whose results are learned together, and of which the host measures one.
 # Choosing, copying counts and measuring take longer than most of what the host does for a cycle.
 CYCLES_PER_CHOICE = 16
+# Least share of a graph's measured duration that its replays are taken to last. The time to read the KV cache, which is
+# subtracted, is too long where layers have windows.
+_MIN_FACTOR = 0.1
 
 
 class DraftLengthController(Protocol):
@@ -262,7 +265,8 @@ class GpuController(DraftLengthController):
         timed = self._timer.read()
         if timed is not None:
             bs, length, kv_seconds, seconds = timed
-            self._measured.add(bs, length, max(0.0, seconds - kv_seconds) / self._graphs.cost(bs, length))
+            factor = (seconds - kv_seconds) / self._graphs.cost(bs, length)
+            self._measured.add(bs, length, max(_MIN_FACTOR, factor))
 
     def launched(self, bs: int, length: int, is_timed: bool = False) -> None:
         if not is_timed or self._latency is None:
