@@ -40,6 +40,8 @@ EXCEPTIONS: dict[str, str] = {
     "requests. Log probabilities then depend on the batch.",
     "processor against grammar": "Where a custom logit processor rules out what a grammar asks for, DFLASH ends the "
     "request with an error. SGLang chooses a token against the grammar.",
+    "penalties after a retraction": "SGLang without speculation counts penalties anew once a request was retracted. "
+    "DFLASH counts them over the whole answer.",
     "plain server ended": "SGLang without speculation ended, and the server with DFLASH did not.",
     "log probability of no token": "With max_new_tokens of 0 there may be one log probability more.",
     "full pool": "A request that nearly fills the pool ends as early as its next two blocks might not fit.",
@@ -49,6 +51,7 @@ EXCEPTIONS: dict[str, str] = {
     "prompt's own states": "Hidden states and log probabilities of a prompt are of the part that the prefix cache does "
     "not have and, of states, that the last chunk has; both depend on the layout.",
 }
+_PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 # Fields that describe a server or a moment, in the meta_info of /generate and in OpenAI's answers.
 _OWN_FIELDS = re.compile(
     r"^(id|created|e2e_latency|num_retractions|cached_tokens.*|spec_.*|prompt_tokens_details|metadata|sglext|meta_info"
@@ -109,8 +112,9 @@ class Comparison:
             self._excuse("plain server ended")
             return []
         is_ruled_out = dflash["status"] == 400 and _is_ruled_out(request["body"], dflash["answer"])
-        # Sampled by chance, the other answer may never have come to such a token.
-        if is_ruled_out and plain["status"] in ((200, 500) if self._is_by_chance(request["body"]) else (500,)):
+        # Sampled by chance, the other answer may never have come to such a token. A greedy one gets the first token.
+        may_end = self._is_by_chance(request["body"]) or _ends_with_first_token(plain["answer"])
+        if is_ruled_out and plain["status"] in ((200, 500) if may_end else (500,)):
             self._excuse("processor against grammar")
             return []
         if dflash["status"] != plain["status"]:
@@ -179,6 +183,9 @@ class Comparison:
         mixed = "repetition_penalty" in params and {"frequency_penalty", "presence_penalty"} & set(params)
         if by_chance or mixed:
             self._excuse("sampled by chance" if by_chance else "repetition penalty with another")
+            return []
+        if _PENALTIES & set(params) and expected["meta_info"]["num_retractions"]:
+            self._excuse("penalties after a retraction")
             return []
         tokens, others = mine["output_ids"], expected["output_ids"]
         if tokens != others:
@@ -410,6 +417,11 @@ def _is_ruled_out(body: dict, answer: Any) -> bool:
     # An OpenAI body has its parameters beside the others.
     has_both = _has_grammar(body.get("sampling_params", body)) and "custom_logit_processor" in body
     return has_both and "No token is left to choose" in str(answer)
+
+
+def _ends_with_first_token(answer: Any) -> bool:
+    """Return True for an answer of `/generate` that token 0 has ended: the best one if all are ruled out."""
+    return isinstance(answer, dict) and answer.get("output_ids", [])[-1:] == [0]
 
 
 def _rows(states: list) -> list[list[float]]:

@@ -210,6 +210,25 @@ def test_ruled_out_by_a_processor():
     assert differences(mine, expected, **processor)[0] == ["error"]
 
 
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_penalties_after_a_retraction(penalty):
+    mine, retracted = answer([1, 2]), answer([1, 3], num_retractions=1)
+    assert differences(mine, retracted, sampling_params={penalty: 1.5}) == ([], ["penalties after a retraction"])
+    assert differences(mine, retracted)[0] == ["output_ids"]
+    assert differences(retracted, mine, sampling_params={penalty: 1.5})[0] == ["output_ids"]
+
+
+def test_a_greedy_answer_that_no_token_was_left_for():
+    """SGLang alone takes token 0, which may end the answer."""
+    mine = {"status": 400, "answer": {"error": {"message": "No token is left to choose: all are ruled out"}}}
+    request = {"kind": "whole", "path": "/generate", "body": RULED_OUT | {"sampling_params": {"regex": "a"}}}
+    request["body"]["sampling_params"]["temperature"] = 0
+    for tokens, found in (([5, 0], []), ([5, 1], ["status"])):
+        of_plain = {"status": 200, "answer": answer(tokens)}
+        kinds = [each.kind for each in Comparison(None, PLAIN_CASE).differences(request, mine, of_plain)]
+        assert kinds == found
+
+
 @pytest.mark.parametrize("temperature, is_excused", [(0.7, True), (0, False), (1, False)])
 def test_greedy_by_top_k(temperature, is_excused):
     mine, expected = (answer([7], output_token_logprobs=[[value, 7, None]]) for value in (-1.0, -1.5))
