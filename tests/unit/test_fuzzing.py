@@ -210,6 +210,20 @@ def test_ruled_out_by_a_processor():
     assert differences(mine, expected, **processor)[0] == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("texts", "stop", "found"),
+    [
+        (("      a", "      ab c"), "    ", []),
+        (("      a", "      ab c"), "  d", ["choices.text"]),
+        (("      a", "      bb c"), "    ", ["choices.text"]),
+    ],
+)
+def test_a_stop_that_is_noticed_late(texts, stop, found):
+    outcomes = [{"status": 200, "answer": {"choices": [{"text": text, "finish_reason": "stop"}]}} for text in texts]
+    request = {"kind": "stream", "path": "/v1/completions", "body": {"stream": True, "stop": stop, "temperature": 0}}
+    assert [each.kind for each in Comparison(None, PLAIN_CASE).differences(request, *outcomes)] == found
+
+
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
 def test_penalties_after_a_retraction(penalty):
     mine, retracted = answer([1, 2]), answer([1, 3], num_retractions=1)
