@@ -157,11 +157,11 @@ class Run:
     Its processes start at once. They end with this process, too.
     """
 
-    def __init__(self, folder: Path, gpus: int, processes: int, deadline: float, pytest: list[str]) -> None:
+    def __init__(self, folder: Path, devices: list[str], processes: int, deadline: float, pytest: list[str]) -> None:
         """
         Args:
             folder: see the module.
-            gpus: number of GPUs.
+            devices: see `visible_devices`.
             processes: number of processes on all GPUs. There is one more for groups that run alone.
             deadline: of `time.monotonic`; groups that still run then are ended.
             pytest: command without the options that a run adds.
@@ -172,8 +172,9 @@ class Run:
         self._printed = self._table.stat().st_size if self._table.exists() else 0
         self.seconds: dict[str, float] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        devices = visible_devices(gpus)
-        self._workers = [self._worker(str(i), {"CUDA_VISIBLE_DEVICES": devices[i % gpus]}) for i in range(processes)]
+        self._workers = [
+            self._worker(str(i), {"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]}) for i in range(processes)
+        ]
         self._alone = [self._worker("alone", {})]
 
     def run(self, groups: list[Group]) -> None:
@@ -258,19 +259,15 @@ def list_groups(folder: Path, pytest: list[str]) -> dict:
     return json.loads(listed.read_text())
 
 
-def visible_devices(gpus: int) -> list[str]:
+def visible_devices() -> list[str]:
+    """Return the GPUs that tests may use, as `CUDA_VISIBLE_DEVICES` names them; without `nvidia-smi` one of them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(gpus)]
-
-
-def count_gpus() -> int:
     if shutil.which("nvidia-smi") is None:
-        return 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return (visible or "0").split(",")[:1]
     if visible:
-        return len(visible.split(","))
+        return visible.split(",")
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True)
-    return len(listed.stdout.splitlines())
+    return [str(i) for i in range(len(listed.stdout.splitlines()))]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -320,7 +317,9 @@ def main(arguments: list[str]) -> int:
     if options.done is not None:
         with table.open("a") as file:
             file.write(options.done.read_text())
-    seconds, gpus = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}, count_gpus()
+    seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    devices = visible_devices()
+    gpus = len(devices)
     if options.list:
         for group in chosen_groups(options, list_groups(folder, pytest), seconds, gpus):
             print(f"{group.seconds:5.0f} s  {group.name}{', alone' if group.alone else ''}: {len(group.tests)} tests")
@@ -329,7 +328,7 @@ def main(arguments: list[str]) -> int:
     if options.groups:
         processes = min(processes, len(options.groups))
     # Its processes start while pytest lists the groups.
-    run = Run(folder, gpus, processes, started + 60 * options.minutes, pytest)
+    run = Run(folder, devices, processes, started + 60 * options.minutes, pytest)
     groups = chosen_groups(options, list_groups(folder, pytest), seconds, gpus)
     run.run(groups)
     # Measured with as many other groups as ran at a time.

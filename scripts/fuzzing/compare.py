@@ -187,11 +187,12 @@ class Comparison:
         if form:
             return form
         by_chance = self._is_by_chance(request["body"])
-        mixed = "repetition_penalty" in params and {"frequency_penalty", "presence_penalty"} & set(params)
+        penalties = _PENALTIES & set(params)
+        mixed = "repetition_penalty" in penalties and len(penalties) > 1
         if by_chance or mixed:
             self._excuse("sampled by chance" if by_chance else "repetition penalty with another")
             return []
-        if _PENALTIES & set(params) and expected["meta_info"]["num_retractions"]:
+        if penalties and expected["meta_info"]["num_retractions"]:
             self._excuse("penalties after a retraction")
             return []
         tokens, others = mine["output_ids"], expected["output_ids"]

@@ -28,6 +28,10 @@ def joined(chunks: Iterable[dict]) -> tuple[str, list[dict]]:
     return text, [calls[i] for i in sorted(calls)]
 
 
+def parsed(calls: list[dict]) -> list[dict]:
+    return [call | {"arguments": json.loads(call["arguments"])} for call in calls]
+
+
 @pytest.mark.parametrize("settings", [STREAMED], indirect=True, ids=str)
 def test_nothing_of_a_stream_is_lost(pair):
     written = "\n".join(
@@ -41,6 +45,4 @@ def test_nothing_of_a_stream_is_lost(pair):
 
     assert dflash == plain
     assert plain[0].strip() == "I push."
-    assert [call | {"arguments": json.loads(call["arguments"])} for call in plain[1]] == [
-        call | {"arguments": json.loads(call["arguments"])} for call in CALLS
-    ]
+    assert parsed(plain[1]) == parsed(CALLS)

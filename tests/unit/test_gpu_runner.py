@@ -45,7 +45,7 @@ def group(name: str, seconds: float = 1, alone: bool = False) -> Group:
 def run(folder: Path, groups: list[Group], seconds: float = 30, processes: int = 2) -> Run:
     stub = folder / "stub.py"
     stub.write_text(STUB)
-    started = Run(folder, 1, processes, time.monotonic() + seconds, [sys.executable, str(stub)])
+    started = Run(folder, ["0"], processes, time.monotonic() + seconds, [sys.executable, str(stub)])
     started.run(groups)
     return started
 
@@ -83,7 +83,7 @@ def test_what_a_run_that_is_cut_off_keeps(tmp_path):
 def test_pytest_runs_the_groups_that_it_is_given(tmp_path):
     listed = test_gpu.list_groups(tmp_path, test_gpu.PYTEST)
     groups = groups_of({name: listed[name] for name in ("tiny-fa3", "tiny-planted")}, {})
-    finished = Run(tmp_path, 1, 1, time.monotonic() + 120, test_gpu.PYTEST)
+    finished = Run(tmp_path, ["0"], 1, time.monotonic() + 120, test_gpu.PYTEST)
     finished.run(groups)
     assert gpu_table.read(tmp_path / "table.txt") == {test: "skipped" for of_group in groups for test in of_group.tests}
     assert set(finished.seconds) == {"tiny-fa3", "tiny-planted"}
