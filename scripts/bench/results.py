@@ -32,7 +32,7 @@ METRICS = {
     "accept_length": ("accept length", 2),
     "accuracy": ("accuracy", 3),
     "start_s": ("start, s", 0),
-    "graphs_gib": ("graphs of shorter drafts, GiB", 2),
+    "graphs_gib": ("graphs of other lengths, GiB", 2),
 }
 
 

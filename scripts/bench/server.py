@@ -110,7 +110,7 @@ class ServerProcess:
         check_server(info, self.configuration.mode, tokens)
         if self.configuration.mode == "ours":
             graphs = info["internal_states"][0]["sglang_dflash"]["adaptive_graphs"]
-            self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["shorter"]["gib"]}
+            self._start_figures |= {} if graphs is None else {"graphs_gib": graphs["others"]["gib"]}
 
     def wait_until_ready(self) -> None:
         while not self._is_healthy():

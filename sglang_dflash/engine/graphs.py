@@ -23,7 +23,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, max_speculative_num_draft_tokens
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import log_info_on_rank0
 
@@ -86,7 +86,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         attn_backend: AttentionBackend | None = None,
         draft_backend: AttentionBackend | None = None,
         sizes: Sequence[int] | None = None,
-        longest: CycleGraphRunner | None = None,
+        common: CycleGraphRunner | None = None,
     ) -> None:
         """
         Args:
@@ -95,7 +95,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             num_tokens: N.
             attn_backend, draft_backend: attention of the target for N tokens and of the drafter for W; None: their own.
             sizes: batch sizes to capture, some of SGLang's and ascending; None: all of them.
-            longest: the runner of the largest N; None: this is it.
+            common: the runner of the N that has graphs for all batch sizes; None: this is it.
         """
         self.num_tokens, self._sizes = num_tokens, sizes
         # W, and the rows of the drafter's forward.
@@ -105,12 +105,12 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         target_backend = attn_backend or model_runner.attn_backend
         self.draft_backend = draft_backend or cycle.draft_runner.attn_backend
         self._target_plan = block_plan(target_backend, num_tokens)
-        bound_index_buffer(target_backend, longest and longest.attn_backend)
+        bound_index_buffer(target_backend, common and common.attn_backend)
         self._draft_plan = None
         # Length 1 has no drafts.
         if self._draft_length > 1:
             self._draft_plan = block_plan(self.draft_backend, self._draft_rows)
-            bound_index_buffer(self.draft_backend, longest and longest.draft_backend)
+            bound_index_buffer(self.draft_backend, common and common.draft_backend)
             # A drafter's backends plan on the GPU alone (`backends.DRAFT_BACKENDS`).
             assert not self._draft_plan.needs_host_lens
         # Smallest batch that has a graph.
@@ -143,16 +143,16 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         # SGLang would make room for float32 logits of all verified tokens, which nobody writes (`verify.logits`).
         # Prefills use one row per request.
         max_rows = target_runner.max_shared_logits_buffer_rows
-        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // num_tokens
+        target_runner.max_shared_logits_buffer_rows = lambda: max_rows() // max_speculative_num_draft_tokens()
 
-    def shorter(self, num_tokens: int, sizes: Sequence[int]) -> CycleGraphRunner:
-        """Capture the same cycles with N = `num_tokens`, for some of the batch sizes, ascending."""
+    def other(self, num_tokens: int, sizes: Sequence[int]) -> CycleGraphRunner:
+        """Capture the same cycles with another N = `num_tokens`, for some of the batch sizes, ascending."""
         cycle, draft_backend = self._cycle, self.draft_backend
         attn_backend = cycle.verification.graph_backend(num_tokens)
         draft_length = min(num_tokens, cycle.block_size)
         if draft_length > 1:
             draft_backend = build_backend(cycle.draft_runner, cycle.draft_rows(draft_length))
-        return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, sizes, longest=self)
+        return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, sizes, common=self)
 
     @contextmanager
     def serving(self, in_shards: bool) -> Iterator[None]:
@@ -354,7 +354,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """Start-up cost of the graphs of all but the longest draft.
+    """Start-up cost of the graphs of all but the common draft length.
 
     Attributes:
         num_graphs: of all these draft lengths.
@@ -368,7 +368,7 @@ class CaptureCost:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_graphs} CUDA graphs of shorter drafts were captured in {self.seconds:.1f} s and take "
+            f"{self.num_graphs} CUDA graphs of other draft lengths were captured in {self.seconds:.1f} s and take "
             f"{self.gib:.2f} GiB."
         )
 
@@ -378,33 +378,35 @@ class CycleGraphs:
 
     Attributes:
         lengths: these N, ascending.
-        cost_of_shorter: what the graphs of all but the largest N have taken; None: there are none.
+        common_length: the N that has graphs for all batch sizes.
+        cost_of_others: what the graphs of all other N have taken; None: there are none.
     """
 
-    def __init__(self, longest: CycleGraphRunner, shorter_lengths: tuple[int, ...]) -> None:
-        """Time the graphs, and capture those of shorter drafts that may be faster (:mod:`.adaptive.graph_sizes`).
+    def __init__(self, common: CycleGraphRunner, lengths: tuple[int, ...]) -> None:
+        """Time the graphs, and capture those of other draft lengths that may gain (:mod:`.adaptive.graph_sizes`).
 
         Args:
-            longest: graphs of the largest N.
-            shorter_lengths: other N, ascending.
+            common: graphs of the N that SGLang captures for all batch sizes.
+            lengths: other N, ascending.
         """
-        self._longest, self._runners = longest, {longest.num_tokens: longest}
+        self._common, self._runners = common, {common.num_tokens: common}
+        self.common_length = common.num_tokens
         self._seconds: dict[tuple[int, int], float] = {}
-        self.cost_of_shorter: CaptureCost | None = None
-        if shorter_lengths:
+        self.cost_of_others: CaptureCost | None = None
+        if lengths:
             self._seconds = self._time()
-            of_longest = {bs: self._seconds[bs, longest.num_tokens] for bs in longest.capture_bs}
-            sizes = {length: graph_sizes(length, longest.num_tokens, of_longest) for length in shorter_lengths}
+            of_common = {bs: self._seconds[bs, self.common_length] for bs in common.capture_bs}
+            sizes = {length: graph_sizes(length, self.common_length, of_common) for length in lengths}
             begun, before = time.perf_counter(), _reserved_gib()
-            self._runners |= {length: longest.shorter(length, of) for length, of in sizes.items() if of}
-            self.cost_of_shorter = CaptureCost(
+            self._runners |= {length: common.other(length, of) for length, of in sizes.items() if of}
+            self.cost_of_others = CaptureCost(
                 num_graphs=sum(map(len, sizes.values())),
                 seconds=time.perf_counter() - begun,
                 gib=_reserved_gib() - before,
             )
             self._seconds = self._time()
             ms = {key: round(1e3 * seconds, 2) for key, seconds in sorted(self._seconds.items())}
-            log_info_on_rank0(logger, str(self.cost_of_shorter))
+            log_info_on_rank0(logger, str(self.cost_of_others))
             log_info_on_rank0(logger, f"Milliseconds of a cycle by batch size and verified tokens of a request: {ms}")
         self.lengths = tuple(sorted(self._runners))
 
@@ -412,8 +414,8 @@ class CycleGraphs:
         return self._runners[length]
 
     def padded(self, bs: int) -> int:
-        """Return the batch size P of the longest draft's graphs for bs requests; bs if there is no graph."""
-        return self._longest.padded(bs) if self._longest.has(bs) else bs
+        """Return the batch size P of the common draft's graphs for bs requests; bs if there is no graph."""
+        return self._common.padded(bs) if self._common.has(bs) else bs
 
     def cost(self, bs: int, length: int) -> float:
         """Return the seconds of a cycle without contexts; inf if there is no graph."""
@@ -432,7 +434,7 @@ class CycleGraphs:
         slow it down at start-up, and must not make one N look better than another.
         """
         runners = self._runners.values()
-        turns = [(bs, runner) for bs in self._longest.capture_bs for runner in runners if bs in runner.capture_bs]
+        turns = [(bs, runner) for bs in self._common.capture_bs for runner in runners if bs in runner.capture_bs]
         seconds = dict.fromkeys(((bs, runner.num_tokens) for bs, runner in turns), math.inf)
         for bs, runner in turns * TIMED_REPLAYS:
             seconds[bs, runner.num_tokens] = min(seconds[bs, runner.num_tokens], runner.seconds(bs))

@@ -17,13 +17,21 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_disagg, get_exec, get_observability, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_exec,
+    get_observability,
+    get_parallel,
+    get_schedule,
+    get_spec,
+    max_speculative_num_draft_tokens,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import log_info_on_rank0
 
 from sglang_dflash import cpu_support
 from sglang_dflash.attention.plan import chain_attention, prepare_chains
-from sglang_dflash.attention.trees import TreeAttentionBackend, tree_obstacle
+from sglang_dflash.attention.trees import TreeAttentionBackend, memory_obstacle, tree_obstacle
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
@@ -227,7 +235,7 @@ class BuiltCycle:
         else:
             verification = TreeVerification(
                 target_runner,
-                get_spec().speculative_num_draft_tokens,
+                *_tree_sizes(target_runner),
                 loaded.block_size,
                 simulated,
                 loaded.bigrams,
@@ -256,12 +264,20 @@ def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> 
         return None
     obstacle = tree_obstacle(target_runner)
     if obstacle is None:
-        num_nodes = get_spec().speculative_num_draft_tokens
+        num_nodes, max_nodes = _tree_sizes(target_runner)
+        sizes = f"up to {num_nodes} nodes" + (f", {max_nodes} in small batches" if max_nodes > num_nodes else "")
         log_info_on_rank0(
-            logger,
-            f"Drafts are verified in trees of up to {num_nodes} nodes; --speculative-eagle-topk 1 verifies chains.",
+            logger, f"Drafts are verified in trees of {sizes}; --speculative-eagle-topk 1 verifies chains."
         )
     return obstacle
+
+
+def _tree_sizes(target_runner: ModelRunner) -> tuple[int, int]:
+    """Return the largest number of nodes of batches of any size, and of small batches."""
+    num_nodes, max_nodes = get_spec().speculative_num_draft_tokens, max_speculative_num_draft_tokens()
+    if target_runner.device != "cpu" and memory_obstacle(target_runner, max_nodes) is not None:
+        max_nodes = num_nodes
+    return num_nodes, max_nodes
 
 
 @dataclass(frozen=True)
@@ -280,35 +296,36 @@ class Serving:
 
     @classmethod
     def start(cls, loaded: LoadedModels, built: BuiltCycle, pools: Pools, target_runner: ModelRunner) -> Serving:
-        """Capture graphs of shorter drafts. The target's own runner has captured the longest.
+        """Capture graphs of other draft lengths. The target's own runner has those of the common one.
 
         Raises:
             ConfigError: SGLang captured other graphs than the cycle's, or none that `--speculative-adaptive` needs.
         """
         runner = target_runner.decode_cuda_graph_runner
-        longest = runner if isinstance(runner, CycleGraphRunner) else None
-        if longest is None and isinstance(runner, DecodeCudaGraphRunner):
+        common = runner if isinstance(runner, CycleGraphRunner) else None
+        if common is None and isinstance(runner, DecodeCudaGraphRunner):
             raise ConfigError(f"SGLang captured the target's forward in a {type(runner).__name__}, not DFLASH's cycle.")
         is_adaptive = get_spec().speculative_adaptive and runs_cycles()
-        if is_adaptive and longest is None and target_runner.device != "cpu":
+        if is_adaptive and common is None and target_runner.device != "cpu":
             # Flags have been checked (`server_args.adaptive`), but SGLang leaves graphs out for other reasons too.
             obstacle = "SGLang captured no CUDA graphs of the target"
             if loaded.asks_for_adaptive:
                 raise ConfigError(f"--speculative-adaptive verifies in CUDA graphs: {obstacle}.")
             log_fixed(obstacle)
             is_adaptive = False
-        cycles_per_choice = 1 if longest is None else CYCLES_PER_CHOICE
+        cycles_per_choice = 1 if common is None else CYCLES_PER_CHOICE
         # Exported metrics are exact. One rank exports, but all of them must learn the same at the same time.
         counted_every = 1 if get_observability().enable_metrics else cycles_per_choice
         tree_counts = TreeCounts(built.head.num_candidates, counted_every)
         verification = built.cycle.verification
         if not is_adaptive:
-            graphs = None if longest is None else CycleGraphs(longest, ())
+            graphs = None if common is None else CycleGraphs(common, ())
             return cls(graphs, FixedLength(verification.num_tokens), tree_counts)
         acceptance = verification.acceptance_model(cycles_per_choice)
-        if longest is None:
+        if common is None:
             return cls(None, CpuController(acceptance.lengths, acceptance), tree_counts)
-        graphs = CycleGraphs(longest, acceptance.lengths[:-1])
+        others = tuple(length for length in acceptance.lengths if length != common.num_tokens)
+        graphs = CycleGraphs(common, others)
         kv_bytes = pools.kv_memory.target_bytes_per_token + pools.kv_memory.drafter_bytes_per_token
         return cls(graphs, GpuController(graphs, acceptance, kv_bytes), tree_counts)
 
@@ -344,6 +361,6 @@ def describe(
 
 def _describe_graphs(graphs: CycleGraphs | None) -> dict | None:
     """Return what `/server_info` says of graphs of several draft lengths; None: the draft length is fixed."""
-    if graphs is None or graphs.cost_of_shorter is None:
+    if graphs is None or graphs.cost_of_others is None:
         return None
-    return {"batch_sizes_by_verified_rows": graphs.sizes, "shorter": asdict(graphs.cost_of_shorter)}
+    return {"batch_sizes_by_verified_rows": graphs.sizes, "others": asdict(graphs.cost_of_others)}

@@ -62,13 +62,15 @@ class Verification(ABC):
     """Strategy of a server: chains or trees.
 
     Attributes:
-        num_tokens: the largest N.
+        num_tokens: N of batches of any size.
+        max_tokens: the largest N, of small batches.
     """
 
     def __init__(
         self,
         target_runner: ModelRunner,
         num_tokens: int,
+        max_tokens: int,
         block_size: int,
         simulation: Simulation,
         bigrams: Bigrams,
@@ -77,13 +79,13 @@ class Verification(ABC):
         """
         Args:
             target_runner: the target's, with its attention backend.
-            num_tokens: see the class.
+            num_tokens, max_tokens: see the class.
             block_size: B.
             simulation: replaces what is drafted and accepted, for benchmarks.
             bigrams: pairs of tokens in the texts of all running requests.
             texts: of all running requests. None: nothing is copied from them.
         """
-        self.num_tokens = num_tokens
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
         self._target_runner, self._block_size, self._simulation = target_runner, block_size, simulation
         self._bigrams, self._texts = bigrams, texts
 
@@ -239,7 +241,7 @@ class ChainVerification(Verification):
             target_runner, block_size, simulation, bigrams: see :class:`Verification`.
             attention: in graphs, instead of the target's own; None: the target's own.
         """
-        super().__init__(target_runner, block_size, block_size, simulation, bigrams, texts=None)
+        super().__init__(target_runner, block_size, block_size, block_size, simulation, bigrams, texts=None)
         self._attention = attention
         self._path = torch.arange(block_size, device=target_runner.device)[None]
 
@@ -314,6 +316,7 @@ class TreeVerification(Verification):
         self,
         target_runner: ModelRunner,
         num_tokens: int,
+        max_tokens: int,
         block_size: int,
         simulation: Simulation,
         bigrams: Bigrams,
@@ -324,18 +327,18 @@ class TreeVerification(Verification):
     ) -> None:
         """
         Args:
-            target_runner, num_tokens, block_size, simulation, bigrams, texts: see :class:`Verification`.
+            target_runner, num_tokens, max_tokens, block_size, simulation, bigrams, texts: see :class:`Verification`.
             attention: of the target's layers with KV.
             num_candidates: K.
             counts_accepted: fill `Verified.tree_counts`.
         """
-        super().__init__(target_runner, num_tokens, block_size, simulation, bigrams, texts)
+        super().__init__(target_runner, num_tokens, max_tokens, block_size, simulation, bigrams, texts)
         self._attention, self._eager_backend = attention, attention.of_target()
         self._num_candidates = num_candidates
         # By the nodes of a tree: see `Verified.tree_counts`. CUDA graphs hold its address.
         self._counts = None
         if counts_accepted:
-            shape = (num_tokens + 1, num_tokens + num_candidates)
+            shape = (max_tokens + 1, max_tokens + num_candidates)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=target_runner.device)
 
     def block_rows(self, rows: Sequence[torch.Tensor], num_tokens: int) -> Sequence[torch.Tensor]:
@@ -442,4 +445,4 @@ class TreeVerification(Verification):
         return block.out_cache_loc
 
     def acceptance_model(self, cycles_per_update: int) -> AcceptanceModel:
-        return TreeAcceptance(self.num_tokens, self._block_size, cycles_per_update)
+        return TreeAcceptance(self.max_tokens, self._block_size, cycles_per_update)

@@ -80,7 +80,8 @@ def resolve_speculative_arguments(original, server_args: ServerArgs) -> None:
     adaptive.check_deterministic(server_args)
     declare_resolution(server_args, _SOURCE, speculative_adaptive=adaptive.is_adaptive(server_args))
     # `overrides.max_speculative_num_draft_tokens` keeps it here. It would compute it from EAGLE's steps.
-    server_args._max_speculative_num_draft_tokens = cfg.speculative_num_draft_tokens
+    is_recurrent = pair.target_facts(server_args).is_recurrent
+    server_args._max_speculative_num_draft_tokens = trees.max_nodes(server_args, is_recurrent)
 
 
 def handle_dflash(server_args: ServerArgs) -> None:

@@ -11,6 +11,9 @@ from sglang_dflash.server_args.backends import device_type
 
 # Devices on which trees are verified by default, because their extra tokens cost nothing there.
 TREE_DEVICES = ("cuda",)
+# How many times as many nodes trees may have in small batches, where a GPU waits for weights. Trees of 32 commit 1.09
+# times as much as trees of 16 (SmolLM2, scripts/results/cycle_notes.md).
+SMALL_BATCH_FACTOR = 2
 
 
 def hide_candidates(server_args: ServerArgs) -> None:
@@ -35,6 +38,30 @@ def verifies_trees(server_args: ServerArgs) -> bool:
     if server_args.speculative_eagle_topk is not None:
         return asks_for_trees(server_args)
     return device_type(server_args) in TREE_DEVICES and default_tree_obstacle(server_args) is None
+
+
+def max_nodes(server_args: ServerArgs, is_recurrent: bool) -> int:
+    """Return the largest number of tokens of a request that the target verifies: more nodes in small batches.
+
+    That is where the number adapts and no flag gives it.
+
+    Args:
+        is_recurrent: the target has recurrent layers. They compare all nodes with each other, so more of them cost
+            time in small batches too.
+    """
+    cfg = resolving_view(server_args)
+    num_nodes = cfg.speculative_num_draft_tokens
+    # SGLang sizes the exchange of expert-parallel ranks by the largest number, for batches of any size.
+    grows = (
+        cfg.speculative_adaptive
+        and device_type(server_args) in TREE_DEVICES
+        and verifies_trees(server_args)
+        and server_args.speculative_num_draft_tokens is None
+        and not is_recurrent
+        and cfg.moe_a2a_backend == "none"
+        and SMALL_BATCH_FACTOR * num_nodes <= MAX_NODES
+    )
+    return SMALL_BATCH_FACTOR * num_nodes if grows else num_nodes
 
 
 def num_candidates(server_args: ServerArgs) -> int:

@@ -10,6 +10,7 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution, max_speculative_num_draft_tokens
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+from support import hybrid
 from support.gpus import GPUS
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
@@ -38,7 +39,44 @@ def test_it_adapts_on_every_gpu(gpu):
     # What the user said stays.
     assert args.speculative_adaptive is False
     # SGLang sizes its buffers by the drafter's block, not by the steps of EAGLE's adaptive speculation.
-    assert max_speculative_num_draft_tokens(args) == 16 > max(resolve_candidate_steps_from_config()) + 1
+    assert max_speculative_num_draft_tokens(args) == 32 > max(resolve_candidate_steps_from_config()) + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_tokens", "most"),
+    [
+        ({}, 16, 32),
+        ({"speculative_eagle_topk": 8}, 16, 32),
+        ({"speculative_dflash_block_size": 5}, 5, 10),
+        ({"tp_size": 2, "speculative_adaptive": True}, 16, 32),
+        # The number is given, or does not adapt.
+        ({"speculative_num_draft_tokens": 8}, 8, 8),
+        ({"speculative_num_draft_tokens": 24, "speculative_eagle_topk": 8}, 24, 24),
+        ({"speculative_adaptive_config": "fixed"}, 16, 16),
+        ({"disable_cuda_graph": True}, 16, 16),
+        # Chains.
+        ({"speculative_eagle_topk": 1}, 16, 16),
+        ({"speculative_dflash_block_size": 2}, 2, 2),
+        ({"moe_a2a_backend": "deepep", "tp_size": 2, "ep_size": 2}, 16, 16),
+        ({"device": "cpu", "attention_backend": "torch_native", "speculative_adaptive": True}, 16, 16),
+    ],
+    ids=str,
+)
+def test_small_batches_have_larger_trees(flags, num_tokens, most):
+    with GPUS["sm_90"].resolving():
+        args = asked(**on_gpu(**flags))
+    assert resolved_view(args).speculative_num_draft_tokens == num_tokens
+    assert max_speculative_num_draft_tokens(args) == most
+
+
+def test_trees_of_recurrent_targets_do_not_grow(tmp_path):
+    architecture = next(iter(hybrid.CONFIGS))
+    hybrid.write_config(tmp_path / "target", architecture)
+    drafter = hybrid.write_drafter(tmp_path / "drafter")
+    with GPUS["sm_90"].resolving():
+        args = asked(**on_gpu(model_path=str(tmp_path / "target"), speculative_draft_model_path=str(drafter)))
+    assert resolved_view(args).speculative_adaptive is True
+    assert max_speculative_num_draft_tokens(args) == 16
 
 
 @pytest.mark.parametrize(

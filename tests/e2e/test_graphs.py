@@ -37,6 +37,14 @@ TREES = Settings(
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
+# Trees by default: of 16 nodes, and of 32 in batches of up to 4 requests, half of the largest.
+GROWN = Settings(
+    "graphs-grown",
+    flags=FLAGS,
+    dflash_flags=(("speculative-adaptive", True),),
+    env=with_plugin("eager_graphs", "default_trees"),
+    plain=PLAIN_SYNC,
+)
 # The cycle handles the first request, and samples the last; the others need SGLang's sampler, two requests at a time.
 MIXED = [
     {},
@@ -63,6 +71,7 @@ def log_probabilities(entries: list | None) -> list[float]:
         (ADAPTIVE, {1, 4, 8, 12, 16}),
         (NOT_PADDED, {1, 4, 8, 12, 16}),
         (TREES, {1, 6, 12, 24}),
+        (GROWN, {1, 4, 8, 16, 32}),
     ],
     ids=lambda value: value.name if isinstance(value, Settings) else "",
 )
@@ -89,12 +98,12 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     log = pair.dflash.log()
     assert {int(rows) for rows in re.findall(r"Replayed: (\d+) rows", log)} == num_rows
     described = pair.dflash.internal_state()["sglang_dflash"]
-    graphs, longest = described["adaptive_graphs"], str(described["verified_rows"])
+    graphs, common = described["adaptive_graphs"], str(described["verified_rows"])
     sizes = graphs["batch_sizes_by_verified_rows"]
     assert {int(rows) for rows in sizes} == num_rows
-    num_graphs = sum(len(of_rows) for rows, of_rows in sizes.items() if rows != longest)
-    assert graphs["shorter"]["num_graphs"] == num_graphs > 0 and graphs["shorter"]["seconds"] > 0
-    assert f"{num_graphs} CUDA graphs of shorter drafts were captured in " in log
+    num_graphs = sum(len(of_rows) for rows, of_rows in sizes.items() if rows != common)
+    assert graphs["others"]["num_graphs"] == num_graphs > 0 and graphs["others"]["seconds"] > 0
+    assert f"{num_graphs} CUDA graphs of other draft lengths were captured in " in log
     assert re.search(r"[1-9]\d* linear layers use the kernel for up to 64 rows", log)
     assert re.search(r"[1-9]\d* norms use the kernel that adds the residual", log)
     assert ("Chains have our attention." in log) == (settings is NOT_PADDED)

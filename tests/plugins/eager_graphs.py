@@ -9,6 +9,7 @@ No input buffer keeps the input of the last replay.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from contextlib import contextmanager
@@ -178,7 +179,7 @@ def register() -> None:
     graphs.block_plan = Plan
     graphs.CycleGraphRunner.inputs = spoiled(graphs.CycleGraphRunner.inputs)
     # A CPU is always busy; noise must not decide which sizes are captured.
-    graph_sizes.MIN_GAIN = 0
+    graph_sizes.MIN_GAIN, graph_sizes.MAX_LOSS = 0, math.inf
     # SGLang's sampler takes two requests of the tiny target at a time.
     sampler.SAMPLER_BYTES = 2 * sampler.sampler_bytes(1024, 16)
     # The cycle samples by itself, as on a GPU.

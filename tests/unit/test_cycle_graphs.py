@@ -25,7 +25,7 @@ class Runner:
         self.num_tokens, self._times, self.capture_bs = num_tokens, times, list(sizes)
         self.min_bs = max((bs for bs in SIZES if bs < sizes[0]), default=0) + 1
 
-    def shorter(self, num_tokens, sizes):
+    def other(self, num_tokens, sizes):
         return Runner(num_tokens, self._times, sizes)
 
     def has(self, bs):
@@ -71,6 +71,20 @@ def test_none_are_between_where_rows_are_free():
     assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).lengths == (16,)
 
 
+@pytest.mark.parametrize(
+    ("free_rows", "small"), [(15, []), (32, [1]), (70, [1, 2]), (128, [1, 2, 4]), (1000, [1, 2, 4, 8])]
+)
+def test_longer_drafts_are_for_small_batches(free_rows, small):
+    """They have graphs where twice the rows cost little, and no more rows than the largest batch."""
+    built = CycleGraphs(Runner(16, lambda bs, rows: max(1.0, bs * rows / free_rows)), (1, 8, 32))
+
+    assert built.common_length == 16
+    assert (32 in built.lengths) == bool(small)
+    if small:
+        assert built[32].capture_bs == small
+        assert [built.cost(bs, 32) < math.inf for bs in range(1, 18)] == [bs <= small[-1] for bs in range(1, 18)]
+
+
 def test_the_first_request_of_a_mixture_of_experts():
     """Each token of one request loads experts, so fewer tokens are faster at once. Later ones find them loaded."""
     built = CycleGraphs(Runner(16, lambda bs, rows: 4 - 0.95 ** (bs * rows)), (1, 4, 8))
@@ -78,11 +92,11 @@ def test_the_first_request_of_a_mixture_of_experts():
 
 
 def test_what_the_graphs_took():
-    cost = CycleGraphs(Runner(16, lambda bs, rows: bs * rows), (1, 4, 8)).cost_of_shorter
+    cost = CycleGraphs(Runner(16, lambda bs, rows: bs * rows), (1, 4, 8)).cost_of_others
     assert (cost.num_graphs, cost.gib) == (15, 0.5)
-    assert str(cost).startswith("15 CUDA graphs of shorter drafts were captured in ")
+    assert str(cost).startswith("15 CUDA graphs of other draft lengths were captured in ")
     assert str(cost).endswith(" s and take 0.50 GiB.")
-    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).cost_of_shorter is None
+    assert CycleGraphs(Runner(16, lambda bs, rows: 1.0), ()).cost_of_others is None
 
 
 # SGLang's sizes for speculation and up to 64 requests, the default.

@@ -116,17 +116,20 @@ class LengthChooser:
         cost: Callable[[int, int], float],
         acceptance: AcceptanceModel,
         cycles_per_choice: int = 1,
+        common: int | None = None,
     ) -> None:
         """
         Args:
-            lengths: draft lengths to choose from, ascending; the last one also serves batches without any graph.
+            lengths: draft lengths to choose from, ascending.
             cost: `cost(bs, length)`, the duration of a cycle in any unit, equal on every rank; 0: not known yet, to be
                 tried, the shortest first; inf: cannot be chosen.
             acceptance: expected tokens by draft length.
             cycles_per_choice: cycles after which all choices are made again.
+            common: the draft length that also serves batches without any graph; None: the longest.
         """
         self._lengths, self._cost, self._acceptance = tuple(lengths), cost, acceptance
         self._cycles_per_choice = cycles_per_choice
+        self._common = self._lengths.index(self._lengths[-1] if common is None else common)
         # By batch size and requests that need SGLang's sampler: the draft length and the cost of its cycle.
         self._choices: dict[tuple[int, int], tuple[int, float]] = {}
         # Cycles since the choices were last dropped.
@@ -158,7 +161,7 @@ class LengthChooser:
             extra: cost of the cycle that does not depend on the draft length.
             latency: `latency(bs, cost)`, the duration of a cycle that costs the device so much, the host included.
         """
-        best, cost, explores = len(self._lengths) - 1, 0.0, False
+        best, cost, explores = self._common, 0.0, False
         costs = [self._cost(bs, length) for length in self._lengths]
         if min(costs) < math.inf:
             costs = [known and known + extra for known in costs]
@@ -221,7 +224,7 @@ class GpuController(DraftLengthController):
             kv_bytes_per_token: of target and drafter, on this rank.
         """
         self._graphs = graphs
-        self._chooser = LengthChooser(graphs.lengths, self._cost, acceptance, CYCLES_PER_CHOICE)
+        self._chooser = LengthChooser(graphs.lengths, self._cost, acceptance, CYCLES_PER_CHOICE, graphs.common_length)
         # Ranks hold parts of different sizes, and have to choose by the same cost.
         self._seconds_per_kv_token = from_first_rank(seconds_per_kv_token(kv_bytes_per_token))
         # Each rank has a host latency of its own, and all have to choose the same.

@@ -1,7 +1,7 @@
 """Batch sizes for which CUDA graphs of a draft length are captured. Each graph takes start-up time and memory.
 
-SGLang captures the longest draft for all its batch sizes. Other draft lengths get fewer: batches in between are padded,
-and sizes at which a length saves no time have no graphs of it.
+SGLang captures one draft length, the common one, for all its batch sizes. Shorter drafts get fewer graphs: batches in
+between are padded, and sizes at which a length saves no time have none. Longer drafts get graphs for small batches.
 Shapes: P requests of a graph, N verified tokens of a request.
 """
 
@@ -9,27 +9,37 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
-# A draft length gets graphs for the batch sizes at which the longest takes more than this many times as long.
+# A shorter draft gets graphs for the batch sizes at which the common one takes more than this many times as long.
 MIN_GAIN = 1.03
+# A longer draft gets graphs for small batches, up to the size at which it takes more than this many times as long.
+MAX_LOSS = 1.1
 # Tokens of a batch up to which more of them cost a GPU little, because it waits for weights.
 FREE_TOKENS = 96
 # Consecutive sizes differ by at most this factor, and by the second where tokens cost little.
 _MAX_PADDING, _MAX_FREE_PADDING = 4 / 3, 2
 
 
-def graph_sizes(length: int, longest: int, seconds: Mapping[int, float]) -> list[int]:
+def graph_sizes(length: int, common: int, seconds: Mapping[int, float]) -> list[int]:
     """Return the batch sizes of graphs with N = `length`, ascending.
 
     Args:
         length: N. Length 1 runs no drafter, and gets graphs for batches of any size.
-        longest: the N of `seconds`.
-        seconds: duration of a cycle of the longest draft by P, ascending.
+        common: the N of `seconds`.
+        seconds: duration of a cycle of the common draft by P, ascending.
     """
+
+    def expected(bs: int) -> float:
+        return _expected_seconds(bs * length / common, seconds)
+
+    if length > common:
+        # Memory is sized for the verified tokens of the largest batch, so a longer draft has no more of them.
+        possible = [bs for bs in seconds if bs * length <= max(seconds) * common]
+        small = list(takewhile(lambda bs: expected(bs) <= MAX_LOSS * seconds[bs], possible))
+        return spread(small, length) if small else []
     sizes = spread(list(seconds), length)
-    if length == 1:
-        return sizes
-    return [bs for bs in sizes if seconds[bs] > MIN_GAIN * _expected_seconds(bs * length / longest, seconds)]
+    return sizes if length == 1 else [bs for bs in sizes if seconds[bs] > MIN_GAIN * expected(bs)]
 
 
 def spread(sizes: Sequence[int], length: int) -> list[int]:
