@@ -242,7 +242,8 @@ def bound_index_buffer(backend: AttentionBackend, whole: AttentionBackend | None
 
     Args:
         backend: without buffers for graphs so far.
-        whole: a backend of the same kind for wider blocks. Only one width is in use at a time, so both share its lists.
+        whole: a backend of the same kind for blocks that are as wide or wider. Only one is in use at a time, so both
+            share its lists.
     """
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 

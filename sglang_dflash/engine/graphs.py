@@ -178,13 +178,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
     def capture(self) -> None:
         buffers = self.buffers
         rows = (buffers.input_ids, buffers.positions, buffers.out_cache_loc)
-        num_tokens = self.max_bs * self._draft_length
-        rows = self._cycle.verification.block_rows(rows, num_tokens)
+        max_bs = self.max_bs if self._sizes is None else self._sizes[-1]
+        rows = self._cycle.verification.block_rows(rows, max_bs * self._draft_length)
         # Greedy while graphs are captured.
-        self._block = Block.of(*rows, buffers.req_pool_indices[: self.max_bs], buffers.seq_lens[: self.max_bs])
+        self._block = Block.of(*rows, buffers.req_pool_indices[:max_bs], buffers.seq_lens[:max_bs])
         if self._draft_plan is not None:
             # SGLang has given its own backend its buffers by now.
-            self.draft_backend.init_cuda_graph_state(self.max_bs, self.max_bs * self._draft_rows)
+            self.draft_backend.init_cuda_graph_state(max_bs, max_bs * self._draft_rows)
         if self._sizes is not None:
             # Smaller batches would be padded further than those between two sizes.
             self._min_bs = max((bs for bs in self.capture_bs if bs < self._sizes[0]), default=0) + 1

@@ -130,7 +130,7 @@ class FixedLength(Simulation):
         log_info_on_rank0(
             logger,
             "SGLANG_SIMULATE_ACC_LEN accepts as many drafts however few are verified, which flatters short drafts; "
-            "--speculative-adaptive-config fixed always verifies the longest.",
+            "--speculative-adaptive-config fixed always verifies as many.",
         )
 
     def begin_cycle(self, block_size: int) -> None:

@@ -265,7 +265,7 @@ def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> 
     obstacle = tree_obstacle(target_runner)
     if obstacle is None:
         num_nodes, max_nodes = _tree_sizes(target_runner)
-        sizes = f"up to {num_nodes} nodes" + (f", {max_nodes} in small batches" if max_nodes > num_nodes else "")
+        sizes = f"up to {num_nodes} nodes" + (f", or {max_nodes} in small batches" if max_nodes > num_nodes else "")
         log_info_on_rank0(
             logger, f"Drafts are verified in trees of {sizes}; --speculative-eagle-topk 1 verifies chains."
         )

@@ -251,12 +251,12 @@ USES = (
     ),
     Use(
         "engine/backends.py",
-        "builds attention backends for smaller draft lengths with it",
+        "builds attention backends for other draft lengths with it",
         (f"{_RUNNER}._get_attention_backend",),
     ),
     Use(
         "engine/graphs.py",
-        "exchanges them while smaller draft lengths are verified",
+        "exchanges them while other draft lengths are verified",
         (f"{_RUNNER}.attn_backend", f"{_RUNNER}.decode_cuda_graph_runner"),
     ),
     Use(

@@ -13,7 +13,9 @@ SLOTS_AHEAD = 64
 
 
 def reserve_slots(batch: ScheduleBatch) -> torch.Tensor | None:
-    """Reserve slots for up to two blocks past the tokens that the CPU knows to be committed, in whole pages.
+    """Reserve slots past the tokens that the CPU knows to be committed, for two of the largest blocks or trees.
+
+    Slots are reserved in whole pages.
 
     `ScheduleBatch._new_tokens_required_next_decode_spec_v2` has made sure that these slots are free.
 

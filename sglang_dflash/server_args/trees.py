@@ -51,13 +51,15 @@ def max_nodes(server_args: ServerArgs, is_recurrent: bool) -> int:
     """
     cfg = resolving_view(server_args)
     num_nodes = cfg.speculative_num_draft_tokens
-    # SGLang sizes the exchange of expert-parallel ranks by the largest number, for batches of any size.
+    # Buffers are sized for as many rows as the largest batch has with N. SGLang sizes the exchange of expert-parallel
+    # ranks by the largest number, for batches of any size.
     grows = (
         cfg.speculative_adaptive
         and device_type(server_args) in TREE_DEVICES
         and verifies_trees(server_args)
         and server_args.speculative_num_draft_tokens is None
         and not is_recurrent
+        and cfg.max_running_requests > 1
         and cfg.moe_a2a_backend == "none"
         and SMALL_BATCH_FACTOR * num_nodes <= MAX_NODES
     )

@@ -57,6 +57,8 @@ def test_it_adapts_on_every_gpu(gpu):
         # Chains.
         ({"speculative_eagle_topk": 1}, 16, 16),
         ({"speculative_dflash_block_size": 2}, 2, 2),
+        # A larger tree would have more rows than the largest batch.
+        ({"max_running_requests": 1}, 16, 16),
         ({"moe_a2a_backend": "deepep", "tp_size": 2, "ep_size": 2}, 16, 16),
         ({"device": "cpu", "attention_backend": "torch_native", "speculative_adaptive": True}, 16, 16),
     ],

@@ -161,7 +161,7 @@ def test_drafter_on_another_backend(engines, prompts):
 @pytest.mark.gpu
 @pytest.mark.group("tiny-default")
 def test_every_flag_at_its_default(engines, prompts):
-    """Drafts are verified in trees of at most as many nodes as a block has tokens. Prompts are prefilled in graphs."""
+    """Drafts are verified in trees, in small batches of up to 32 nodes. Prompts are prefilled in graphs."""
     config = tiny("tiny-default", "trees")
     defaults = {name: config.arguments[name] for name in ("model_path", "speculative_algorithm")}
     defaults["speculative_draft_model_path"] = config.arguments["speculative_draft_model_path"]
@@ -203,7 +203,7 @@ def test_prompts_in_one_graph(engines, prompts):
     [("fa3", "chains"), ("flashinfer", "chains"), ("fa3", "trees"), ("triton", "trees")],
     indirect=True,
 )
-def test_fewer_tokens_verified(backend, shape, engines, prompts):
+def test_every_draft_length(backend, shape, engines, prompts):
     """Every draft length is used in turn (`--speculative-adaptive`)."""
     of_plain, _ = plain_answers(engines, backend, prompts)
     config = tiny(f"tiny-{backend}-adaptive-{shape}", shape, attention_backend=backend, **ADAPTIVE)
@@ -213,9 +213,13 @@ def test_fewer_tokens_verified(backend, shape, engines, prompts):
     compared.assert_ties(TIE)
     compared.assert_floor(usual(compared, USUAL[backend, shape]))
     print(f"\n{engines.describe(config)['blocks_by_verified_rows']}")
-    widths = {(cycle["bs"], cycle["width"]) for cycle in cycles}
+    verified = {(cycle["bs"], cycle["num_tokens"]) for cycle in cycles}
     lengths = (1, 4, 8, 12, 16) if shape == "chains" else (1, 4, 8, 16)
-    assert widths == {(bs, width) for bs in range(1, 9) for width in lengths}
+    expected = {(bs, length) for bs in range(1, 9) for length in lengths}
+    if shape == "trees" and not ON_CPU:
+        # Half of the largest batch may have trees of twice as many nodes.
+        expected |= {(bs, 32) for bs in range(1, 5)}
+    assert verified == expected
     assert all(cycle["replayed"] for cycle in cycles)
 
 

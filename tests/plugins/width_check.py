@@ -22,16 +22,17 @@ def register():
     from sglang_dflash.ops import add_norm, small_m_linear
 
     # The tiny pair never keeps a GPU computing.
-    graph_sizes.MIN_GAIN = 0
+    graph_sizes.MIN_GAIN, graph_sizes.MAX_LOSS = 0, math.inf
     # And its weights are smaller than those for which the kernels for few rows and for norms are there.
     small_m_linear.faster_rows = lambda weight, is_gated: small_m_linear.MAX_ROWS
     add_norm.is_plain_norm = lambda norm: True
-    turns = defaultdict(itertools.count)
+    turns, chosen = defaultdict(itertools.count), []
 
     def choose(self, bs, fallback=(), extra=0.0, latency=None):
         possible = [length for length in self._lengths if self._cost(bs, length) < math.inf]
         length = possible[next(turns[bs]) % len(possible)]
         self._pending.append((length, fallback))
+        chosen.append(length)
         return length
 
     LengthChooser.choose = choose
@@ -43,9 +44,9 @@ def register():
         is_cycle, bs = batch.forward_mode.is_decode(), batch.batch_size()
         result = step(worker, batch, *args, **kwargs)
         if is_cycle and os.path.exists(RECORDS):
-            width, replayed = result.speculative_num_draft_tokens, result.can_run_cuda_graph
             with open(RECORDS, "a") as f:
-                f.write(json.dumps({"bs": bs, "width": width, "replayed": replayed}) + "\n")
+                record = {"bs": bs, "num_tokens": chosen[-1], "replayed": result.can_run_cuda_graph}
+                f.write(json.dumps(record) + "\n")
         return result
 
     DFlashWorker.forward_batch_generation = recorded

@@ -85,6 +85,13 @@ def test_longer_drafts_are_for_small_batches(free_rows, small):
         assert [built.cost(bs, 32) < math.inf for bs in range(1, 18)] == [bs <= small[-1] for bs in range(1, 18)]
 
 
+def test_one_disturbed_time_takes_no_graphs_of_longer_drafts_away():
+    of_common = {1: 0.8, 2: 1.0, 4: 1.0, 8: 1.0, 16: 2.0}
+    assert graph_sizes(32, 16, of_common) == [2, 4]
+    assert graph_sizes(32, 16, of_common | {1: 1.0, 4: 1.2}) == [1, 2, 4]
+    assert graph_sizes(32, 16, {1: 1.0}) == []
+
+
 def test_the_first_request_of_a_mixture_of_experts():
     """Each token of one request loads experts, so fewer tokens are faster at once. Later ones find them loaded."""
     built = CycleGraphs(Runner(16, lambda bs, rows: 4 - 0.95 ** (bs * rows)), (1, 4, 8))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 # A shorter draft gets graphs for the batch sizes at which the common one takes more than this many times as long.
 MIN_GAIN = 1.03
-# A longer draft gets graphs for small batches, up to the size at which it takes more than this many times as long.
+# A longer draft gets graphs for the batch sizes at which it takes at most this many times as long as the common one, as
+# far as the times of larger batches tell.
 MAX_LOSS = 1.1
 # Tokens of a batch up to which more of them cost a GPU little, because it waits for weights.
 FREE_TOKENS = 96
@@ -36,8 +36,9 @@ def graph_sizes(length: int, common: int, seconds: Mapping[int, float]) -> list[
     if length > common:
         # Memory is sized for the verified tokens of the largest batch, so a longer draft has no more of them.
         possible = [bs for bs in seconds if bs * length <= max(seconds) * common]
-        small = list(takewhile(lambda bs: expected(bs) <= MAX_LOSS * seconds[bs], possible))
-        return spread(small, length) if small else []
+        gaining = [bs for bs in possible if expected(bs) <= MAX_LOSS * seconds[bs]]
+        # One time that another process disturbed must not end them.
+        return spread([bs for bs in possible if gaining[0] <= bs <= gaining[-1]], length) if gaining else []
     sizes = spread(list(seconds), length)
     return sizes if length == 1 else [bs for bs in sizes if seconds[bs] > MIN_GAIN * expected(bs)]
 
