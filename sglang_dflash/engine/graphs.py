@@ -389,8 +389,8 @@ class CycleGraphs:
             common: graphs of the N that SGLang captures for all batch sizes.
             lengths: other N, ascending.
         """
-        self._common, self._runners = common, {common.num_tokens: common}
-        self.common_length = common.num_tokens
+        self._common, self.common_length = common, common.num_tokens
+        self._runners = {self.common_length: common}
         self._seconds: dict[tuple[int, int], float] = {}
         self.cost_of_others: CaptureCost | None = None
         if lengths:

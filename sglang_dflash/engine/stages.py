@@ -233,13 +233,19 @@ class BuiltCycle:
             attention = chain_attention(target_runner, loaded.block_size)
             verification = ChainVerification(target_runner, loaded.block_size, simulated, loaded.bigrams, attention)
         else:
+            # It refuses targets that have none, before the memory of their layers is looked at.
+            attention = TreeAttentionBackend(target_runner)
+            num_nodes, max_nodes = _tree_sizes(target_runner)
+            if not loaded.asks_for_trees:
+                _log_default_trees(num_nodes, max_nodes)
             verification = TreeVerification(
                 target_runner,
-                *_tree_sizes(target_runner),
+                num_nodes,
+                max_nodes,
                 loaded.block_size,
                 simulated,
                 loaded.bigrams,
-                attention=TreeAttentionBackend(target_runner),
+                attention=attention,
                 num_candidates=head.num_candidates,
                 texts=texts,
                 counts_accepted=get_spec().speculative_adaptive or loaded.metrics.are_exported,
@@ -262,20 +268,20 @@ def _default_tree_obstacle(loaded: LoadedModels, target_runner: ModelRunner) -> 
     """Return why a target gets chains where trees are the default; None: it gets what was asked for, or trees."""
     if not loaded.verifies_trees or loaded.asks_for_trees:
         return None
-    obstacle = tree_obstacle(target_runner)
-    if obstacle is None:
-        num_nodes, max_nodes = _tree_sizes(target_runner)
-        sizes = f"up to {num_nodes} nodes" + (f", or {max_nodes} in small batches" if max_nodes > num_nodes else "")
-        log_info_on_rank0(
-            logger, f"Drafts are verified in trees of {sizes}; --speculative-eagle-topk 1 verifies chains."
-        )
-    return obstacle
+    return tree_obstacle(target_runner)
+
+
+def _log_default_trees(num_nodes: int, max_nodes: int) -> None:
+    sizes = f"up to {num_nodes} nodes" + (f", or {max_nodes} in small batches" if max_nodes > num_nodes else "")
+    log_info_on_rank0(logger, f"Drafts are verified in trees of {sizes}; --speculative-eagle-topk 1 verifies chains.")
 
 
 def _tree_sizes(target_runner: ModelRunner) -> tuple[int, int]:
     """Return the largest number of nodes of batches of any size, and of small batches."""
     num_nodes, max_nodes = get_spec().speculative_num_draft_tokens, max_speculative_num_draft_tokens()
-    if target_runner.device != "cpu" and memory_obstacle(target_runner, max_nodes) is not None:
+    # `tree_obstacle` has seen that trees of `num_nodes` fit.
+    is_known_to_fit = max_nodes == num_nodes or target_runner.device == "cpu"
+    if not is_known_to_fit and memory_obstacle(target_runner, max_nodes) is not None:
         max_nodes = num_nodes
     return num_nodes, max_nodes
 
