@@ -20,7 +20,7 @@ from sglang_dflash.checkpoint.config import DFlashConfig, TargetFacts, resolve_b
 from sglang_dflash.checkpoint.tensors import check_quantized_layers
 from sglang_dflash.recurrent.arguments import check_arguments as check_recurrent_arguments
 from sglang_dflash.recurrent.arguments import check_num_nodes
-from sglang_dflash.server_args import adaptive, backends, pair, refusals, tokenizer_workers, trees
+from sglang_dflash.server_args import adaptive, backends, pair, prefill_graphs, refusals, tokenizer_workers, trees
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     reason = trees.reason_for_chains(server_args)
     if reason is not None:
         logger.info("Drafts are verified in chains, not in trees: %s.", reason)
+    prefill_graphs.choose(server_args, target)
     _complete(server_args, target)
 
 

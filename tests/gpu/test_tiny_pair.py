@@ -161,7 +161,7 @@ def test_drafter_on_another_backend(engines, prompts):
 @pytest.mark.gpu
 @pytest.mark.group("tiny-default")
 def test_every_flag_at_its_default(engines, prompts):
-    """Drafts are verified in trees, in small batches of up to 32 nodes. Prompts are prefilled in graphs."""
+    """Drafts are verified in trees, in small batches of up to 32 nodes. Each prefill is one CUDA graph."""
     config = tiny("tiny-default", "trees")
     defaults = {name: config.arguments[name] for name in ("model_path", "speculative_algorithm")}
     defaults["speculative_draft_model_path"] = config.arguments["speculative_draft_model_path"]
@@ -173,11 +173,13 @@ def test_every_flag_at_its_default(engines, prompts):
     print(f"\n{graphs}")
     assert set(graphs["batch_sizes_by_verified_rows"]) > {"1", "16"}
     of_plain, _ = plain_answers(engines, "fa3", prompts)
-    compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
-    compared.assert_ties(TIE)
-    compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
-    # Smaller trees are chosen where they are faster.
-    assert 2 < rate < 1.15 * CPU_TOKENS_PER_CYCLE["trees"]
+    # The second round finds its prompts in the prefix cache.
+    for _ in range(2):
+        compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
+        compared.assert_ties(TIE)
+        compared.assert_floor(usual(compared, USUAL["fa3", "trees"]))
+        # Smaller trees are chosen where they are faster.
+        assert 2 < rate < 1.15 * CPU_TOKENS_PER_CYCLE["trees"]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,79 @@
+"""CUDA graphs of prefills: one for a whole prefill, where SGLang's default cuts it at every attention.
+
+A graph in parts leaves the attention of every layer to the host. One graph needs less of the host, and a slow host is
+what small targets wait for (scripts/results/qwen3-8b-serving-default-flags_h200_2026-11-28.md).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.checkpoint.config import TargetFacts
+from sglang_dflash.server_args.adaptive import lora_flag
+
+logger = logging.getLogger(__name__)
+
+# Fields of a target's config that give its number of experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def choose(server_args: ServerArgs, target: TargetFacts) -> None:
+    """Put each prefill into one CUDA graph where that has been tried, unless a flag names the graphs of prefills.
+
+    Where SGLang has disabled them, they stay so.
+
+    Args:
+        target: of the server.
+    """
+    graphs = resolving_view(server_args).cuda_graph_config
+    is_given = (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked
+    if is_given or graphs.prefill.backend != Backend.BREAKABLE:
+        return
+    reason = obstacle(server_args, target)
+    if reason is not None:
+        logger.info("Each prefill runs in many CUDA graphs, SGLang's default: one has not been tried %s.", reason)
+        return
+    graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.FULL)
+    declare_resolution(server_args, "sglang_dflash", cuda_graph_config=graphs)
+    logger.info(
+        "Each prefill runs in one CUDA graph; --cuda-graph-backend-prefill %s gives SGLang's default.",
+        Backend.BREAKABLE,
+    )
+
+
+def obstacle(server_args: ServerArgs, target: TargetFacts) -> str | None:
+    """Return with what one graph for a prefill has not been tried: "on ..." or "with ..."; None: it has been."""
+    cfg = resolving_view(server_args)
+    backends = attention_backends_of(cfg)
+    if backends != ("fa3", "fa3"):
+        return f"on {' and '.join(dict.fromkeys(backends))}"
+    model_config = model_config_of(server_args)
+    text_config = model_config.hf_text_config.to_dict()
+    kinds = {
+        "recurrent layers": target.is_recurrent,
+        "sliding windows": model_config.is_hybrid_swa,
+        "latent attention": model_config.attention_arch != AttentionArch.MHA,
+        "experts": any(text_config.get(name) for name in _EXPERTS),
+        "parts for images or sound": model_config.hf_config is not model_config.hf_text_config,
+        "quantized weights": model_config.quantization is not None,
+    }
+    for kind, has in kinds.items():
+        if has:
+            return f"with a target that has {kind}"
+    flags = {
+        "--tp-size": cfg.tp_size > 1,
+        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        "--disaggregation-mode": cfg.disaggregation_mode != "null",
+        "--enable-mixed-chunk": cfg.enable_mixed_chunk,
+        "--enable-memory-saver": cfg.enable_memory_saver,
+        "--enable-deterministic-inference": cfg.enable_deterministic_inference,
+    }
+    given = [flag for flag, is_given in flags.items() if is_given]
+    flag = lora_flag(server_args) or next(iter(given), None)
+    return None if flag is None else f"with {flag}"

@@ -1,0 +1,113 @@
+"""CUDA graphs of prefills: one for each prefill where that has been tried, SGLang's default elsewhere."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from resolving import resolve
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from support import hybrid, targets
+from support.gpus import GPUS
+
+GRAPHS = {"sm_90": Backend.FULL} | {name: Backend.BREAKABLE for name in GPUS if name != "sm_90"}
+MAIN_LINE = "Each prefill runs in one CUDA graph; --cuda-graph-backend-prefill breakable gives SGLang's default."
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch):
+    """SGLang's default on a machine with a CUDA GPU."""
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: Backend.BREAKABLE)
+
+
+def resolved(caplog, gpu: str = "sm_90", **flags) -> tuple[str, list[str]]:
+    """Return the backend of graphs of prefills, and the log lines about it."""
+    caplog.clear()
+    arguments = {"device": "cuda", "attention_backend": None, "dtype": "bfloat16"} | flags
+    with GPUS[gpu].resolving(), caplog.at_level(logging.INFO, logger="sglang_dflash"):
+        args = resolve(**arguments)
+    lines = [record.getMessage() for record in caplog.records]
+    return args.cuda_graph_config.prefill.backend, [line for line in lines if line.startswith("Each prefill")]
+
+
+def reason(caplog, **flags) -> str:
+    """Return with what one graph has not been tried."""
+    backend, [line] = resolved(caplog, **flags)
+    assert backend == Backend.BREAKABLE
+    return line.removeprefix("Each prefill runs in many CUDA graphs, SGLang's default: one has not been tried ")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_by_gpu(caplog, gpu):
+    backend, [line] = resolved(caplog, gpu)
+    assert backend == GRAPHS[gpu]
+    assert (line == MAIN_LINE) == (backend == Backend.FULL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend"),
+    [
+        ({"cuda_graph_backend_prefill": "breakable"}, Backend.BREAKABLE),
+        ({"cuda_graph_backend_prefill": "full", "attention_backend": "triton"}, Backend.FULL),
+        ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, Backend.BREAKABLE),
+        ({"disable_prefill_cuda_graph": True}, Backend.DISABLED),
+        ({"disable_cuda_graph": True}, Backend.DISABLED),
+    ],
+    ids=str,
+)
+def test_named_graphs_are_kept(caplog, flags, backend):
+    assert resolved(caplog, **flags) == (backend, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"attention_backend": "flashinfer"}, "on flashinfer."),
+        ({"attention_backend": "fa3", "prefill_attention_backend": "triton"}, "on triton and fa3."),
+        ({"tp_size": 2}, "with --tp-size."),
+        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "with --enable-lora."),
+        ({"enable_hierarchical_cache": True}, "with --enable-hierarchical-cache."),
+        ({"disaggregation_mode": "prefill"}, "with --disaggregation-mode."),
+        ({"enable_mixed_chunk": True}, "with --enable-mixed-chunk."),
+        ({"enable_memory_saver": True}, "with --enable-memory-saver."),
+        ({"quantization": "fp8"}, "with a target that has quantized weights."),
+    ],
+    ids=str,
+)
+def test_untried_flags_keep_the_default(caplog, flags, expected):
+    assert reason(caplog, **flags) == expected
+
+
+@pytest.mark.parametrize("flags", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}], ids=str)
+def test_deterministic_servers_keep_the_default(caplog, monkeypatch, flags):
+    # SGLang sets them for the trainer's rounding: they must not outlive this test.
+    for name in ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "SGLANG_VLM_CACHE_SIZE_MB"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert reason(caplog, **flags) == "with --enable-deterministic-inference."
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", None),
+        ("qwen3_moe", "experts"),
+        ("qwen3_vl", "parts for images or sound"),
+        ("gpt_oss", "sliding windows"),
+        ("deepseek_v3", "latent attention"),
+    ],
+)
+def test_by_target(caplog, tmp_path, kind, expected):
+    pair = targets.write_pair(tmp_path, kind, "bfloat16") | {"speculative_draft_model_path": str(tmp_path / "drafter")}
+    if expected is None:
+        assert resolved(caplog, **pair) == (Backend.FULL, [MAIN_LINE])
+    else:
+        assert reason(caplog, **pair) == f"with a target that has {expected}."
+
+
+def test_recurrent_target(caplog, tmp_path):
+    hybrid.write_config(tmp_path / "target", "Qwen3_5ForCausalLM")
+    drafter = str(hybrid.write_drafter(tmp_path / "drafter"))
+    pair = {"model_path": str(tmp_path / "target"), "speculative_draft_model_path": drafter}
+    assert reason(caplog, attention_backend="fa3", **pair) == "with a target that has recurrent layers."
