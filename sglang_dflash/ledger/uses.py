@@ -70,14 +70,6 @@ USES = (
         ("sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",),
     ),
     Use(
-        "server_args/prefill_graphs.py",
-        "reads from `_cuda_graph_config_locked` whether a flag names the graphs of prefills, and names others",
-        (
-            "sglang.srt.arg_groups.cuda_graph_hook.parse_cuda_graph_config",
-            "sglang.srt.model_executor.cuda_graph_config.with_phase",
-        ),
-    ),
-    Use(
         "engine/backends.py",
         "overrides the configuration while attention backends are built",
         ("sglang.srt.runtime_context.RuntimeContext.override",),

@@ -11,7 +11,7 @@ import logging
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import TargetFacts
@@ -32,8 +32,7 @@ def choose(server_args: ServerArgs, target: TargetFacts) -> None:
         target: of the server.
     """
     graphs = resolving_view(server_args).cuda_graph_config
-    is_given = (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked
-    if is_given or graphs.prefill.backend != Backend.BREAKABLE:
+    if are_named(server_args) or graphs.prefill.backend != Backend.BREAKABLE:
         return
     reason = obstacle(server_args, target)
     if reason is not None:
@@ -45,6 +44,14 @@ def choose(server_args: ServerArgs, target: TargetFacts) -> None:
         "Each prefill runs in one CUDA graph; --cuda-graph-backend-prefill %s gives SGLang's default.",
         Backend.BREAKABLE,
     )
+
+
+def are_named(server_args: ServerArgs) -> bool:
+    """Return whether `--cuda-graph-backend-prefill` or `--cuda-graph-config` names the graphs of prefills."""
+    graphs = server_args.cuda_graph_config or {}
+    if isinstance(graphs, CudaGraphConfig):
+        graphs = graphs.to_dict()
+    return server_args.cuda_graph_backend_prefill is not None or "backend" in graphs.get(Phase.PREFILL, {})
 
 
 def obstacle(server_args: ServerArgs, target: TargetFacts) -> str | None:

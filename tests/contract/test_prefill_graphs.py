@@ -7,7 +7,7 @@ import logging
 import pytest
 from resolving import resolve
 from sglang.srt.model_executor import cuda_graph_config
-from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from support import hybrid, targets
 from support.gpus import GPUS
 
@@ -51,6 +51,7 @@ def test_by_gpu(caplog, gpu):
         ({"cuda_graph_backend_prefill": "breakable"}, Backend.BREAKABLE),
         ({"cuda_graph_backend_prefill": "full", "attention_backend": "triton"}, Backend.FULL),
         ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, Backend.BREAKABLE),
+        ({"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))}, Backend.BREAKABLE),
         ({"disable_prefill_cuda_graph": True}, Backend.DISABLED),
         ({"disable_cuda_graph": True}, Backend.DISABLED),
     ],
@@ -58,6 +59,11 @@ def test_by_gpu(caplog, gpu):
 )
 def test_named_graphs_are_kept(caplog, flags, backend):
     assert resolved(caplog, **flags) == (backend, [])
+
+
+@pytest.mark.parametrize("config", [{"prefill": {"max_bs": 512}}, {"decode": {"backend": "full"}}, {}], ids=str)
+def test_other_settings_of_graphs_name_none(caplog, config):
+    assert resolved(caplog, cuda_graph_config=config) == (Backend.FULL, [MAIN_LINE])
 
 
 @pytest.mark.parametrize(
