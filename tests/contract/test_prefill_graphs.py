@@ -51,7 +51,7 @@ def test_by_gpu(caplog, gpu):
         ({"cuda_graph_backend_prefill": "breakable"}, Backend.BREAKABLE),
         ({"cuda_graph_backend_prefill": "full", "attention_backend": "triton"}, Backend.FULL),
         ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, Backend.BREAKABLE),
-        ({"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))}, Backend.BREAKABLE),
+        ({"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))}, Backend.FULL),
         ({"disable_prefill_cuda_graph": True}, Backend.DISABLED),
         ({"disable_cuda_graph": True}, Backend.DISABLED),
     ],
