@@ -129,8 +129,8 @@ def handle_dflash(server_args: ServerArgs) -> None:
     reason = trees.reason_for_chains(server_args)
     if reason is not None:
         logger.info("Drafts are verified in chains, not in trees: %s.", reason)
-    prefill_graphs.choose(server_args, target)
     _complete(server_args, target)
+    prefill_graphs.choose(server_args, target)
 
 
 def _resolve_sizes(server_args: ServerArgs, drafter: DFlashConfig, target: TargetFacts) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from resolving import resolve
@@ -12,7 +13,9 @@ from support import hybrid, targets
 from support.gpus import GPUS
 
 GRAPHS = {"sm_90": Backend.FULL} | {name: Backend.BREAKABLE for name in GPUS if name != "sm_90"}
-MAIN_LINE = "Each prefill runs in one CUDA graph; --cuda-graph-backend-prefill breakable gives SGLang's default."
+MAIN_LINE = (
+    "A prefill of up to 64 requests runs in one CUDA graph. SGLang's default is --cuda-graph-backend-prefill breakable."
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +30,8 @@ def resolved(caplog, gpu: str = "sm_90", **flags) -> tuple[str, list[str]]:
     arguments = {"device": "cuda", "attention_backend": None, "dtype": "bfloat16"} | flags
     with GPUS[gpu].resolving(), caplog.at_level(logging.INFO, logger="sglang_dflash"):
         args = resolve(**arguments)
-    lines = [record.getMessage() for record in caplog.records]
-    return args.cuda_graph_config.prefill.backend, [line for line in lines if line.startswith("Each prefill")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("sglang_dflash")]
+    return args.cuda_graph_config.prefill.backend, [line for line in lines if "prefill" in line]
 
 
 def reason(caplog, **flags) -> str:
@@ -36,6 +39,29 @@ def reason(caplog, **flags) -> str:
     backend, [line] = resolved(caplog, **flags)
     assert backend == Backend.BREAKABLE
     return line.removeprefix("Each prefill runs in many CUDA graphs, SGLang's default: one has not been tried ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_requests"),
+    [
+        ({}, 64),
+        ({"max_running_requests": 3}, 3),
+        ({"max_running_requests": 300}, 64),
+        ({"chunked_prefill_size": 512}, 64),
+        ({"cuda_graph_config": {"prefill": {"full_prefill_max_req": 7}}}, 7),
+    ],
+    ids=str,
+)
+def test_requests_in_a_graph(flags, num_requests):
+    with GPUS["sm_90"].resolving():
+        args = resolve(device="cuda", attention_backend=None, dtype="bfloat16", **flags)
+    assert args.cuda_graph_config.prefill.backend == Backend.FULL
+    assert args.cuda_graph_config.prefill.full_prefill_max_req == num_requests
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_89"])
+def test_fa3_on_other_gpus(caplog, gpu):
+    assert reason(caplog, gpu=gpu, attention_backend="fa3") == f"on {gpu}."
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -52,7 +78,11 @@ def test_by_gpu(caplog, gpu):
         ({"cuda_graph_backend_prefill": "full", "attention_backend": "triton"}, Backend.FULL),
         ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, Backend.BREAKABLE),
         ({"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))}, Backend.FULL),
+        # SGLang cannot tell it from its default.
+        ({"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))}, Backend.BREAKABLE),
         ({"disable_prefill_cuda_graph": True}, Backend.DISABLED),
+        # No sizes are captured.
+        ({"chunked_prefill_size": -1}, Backend.BREAKABLE),
         ({"disable_cuda_graph": True}, Backend.DISABLED),
     ],
     ids=str,
@@ -75,6 +105,8 @@ def test_other_settings_of_graphs_name_none(caplog, config):
         ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "with --enable-lora."),
         ({"enable_hierarchical_cache": True}, "with --enable-hierarchical-cache."),
         ({"disaggregation_mode": "prefill"}, "with --disaggregation-mode."),
+        ({"page_size": 64}, "with --page-size."),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "with --kv-cache-dtype."),
         ({"enable_mixed_chunk": True}, "with --enable-mixed-chunk."),
         ({"enable_memory_saver": True}, "with --enable-memory-saver."),
         ({"quantization": "fp8"}, "with a target that has quantized weights."),
@@ -94,6 +126,15 @@ def test_deterministic_servers_keep_the_default(caplog, monkeypatch, flags):
     assert reason(caplog, **flags) == "with --enable-deterministic-inference."
 
 
+def write_pair(folder: Path, kind: str) -> dict:
+    return targets.write_pair(folder, kind, "bfloat16") | {"speculative_draft_model_path": str(folder / "drafter")}
+
+
+def test_windows_whose_kv_is_kept(caplog, tmp_path):
+    pair = write_pair(tmp_path, "gpt_oss")
+    assert reason(caplog, disable_hybrid_swa_memory=True, **pair) == "with a target that has sliding windows."
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -105,7 +146,7 @@ def test_deterministic_servers_keep_the_default(caplog, monkeypatch, flags):
     ],
 )
 def test_by_target(caplog, tmp_path, kind, expected):
-    pair = targets.write_pair(tmp_path, kind, "bfloat16") | {"speculative_draft_model_path": str(tmp_path / "drafter")}
+    pair = write_pair(tmp_path, kind)
     if expected is None:
         assert resolved(caplog, **pair) == (Backend.FULL, [MAIN_LINE])
     else:
