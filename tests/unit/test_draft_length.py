@@ -500,6 +500,12 @@ def test_replays_correct_the_durations_of_start_up():
     assert chosen[1000:].count(8) > 0.8 * 2000
 
 
+@pytest.mark.parametrize(("kv_seconds", "factor"), [(0.0, 1.5), (0.004, 1.1), (0.0149, 0.1), (0.02, 0.1)])
+def test_contexts_that_are_read_faster_than_thought(kv_seconds, factor):
+    """Layers with windows read less. A cost of nothing, or less, would have its length chosen for ever."""
+    assert controller.replay_factor(0.015, kv_seconds, 0.01) == pytest.approx(factor)
+
+
 def test_factors_of_replays():
     measured = MeasuredReplays()
     assert measured.factor(8, 16) == 1.0

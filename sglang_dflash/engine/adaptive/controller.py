@@ -209,6 +209,17 @@ class LengthChooser:
         return length
 
 
+def replay_factor(seconds: float, kv_seconds: float, cost: float) -> float:
+    """Return the factor of a graph's duration at start-up that a replay lasted, without reading contexts.
+
+    Args:
+        seconds: duration of the replay.
+        kv_seconds: time to read the contexts of its requests; an upper bound.
+        cost: the graph's duration at start-up, in seconds.
+    """
+    return max(_MIN_FACTOR, (seconds - kv_seconds) / cost)
+
+
 class GpuController(DraftLengthController):
     """Draft length on a GPU: durations of CUDA graphs, plus reading the KV cache, plus the host's latency.
 
@@ -268,8 +279,7 @@ class GpuController(DraftLengthController):
         timed = self._timer.read()
         if timed is not None:
             bs, length, kv_seconds, seconds = timed
-            factor = (seconds - kv_seconds) / self._graphs.cost(bs, length)
-            self._measured.add(bs, length, max(_MIN_FACTOR, factor))
+            self._measured.add(bs, length, replay_factor(seconds, kv_seconds, self._graphs.cost(bs, length)))
 
     def launched(self, bs: int, length: int, is_timed: bool = False) -> None:
         if not is_timed or self._latency is None:
