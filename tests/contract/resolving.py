@@ -38,6 +38,18 @@ def resolve(**changes) -> ResolvedView:
     return resolved_view(asked(**changes))
 
 
+def on_gpu(**changes) -> dict:
+    """The README's command for a GPU, and what a test changes."""
+    return {"device": "cuda", "attention_backend": None, "dtype": "bfloat16", "random_seed": 0} | changes
+
+
+def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo after the test what SGLang sets in the environment for a trainer's rounding."""
+    for name in ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "SGLANG_VLM_CACHE_SIZE_MB"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def refusal(**changes) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve(**changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from resolving import asked, refusal, resolve
+from resolving import asked, keep_environment, on_gpu, refusal, resolve
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution, max_speculative_num_draft_tokens
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -16,10 +16,6 @@ from support.gpus import GPUS
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.server_args import adaptive
-
-
-def on_gpu(**changes) -> dict:
-    return {"device": "cuda", "attention_backend": None, "dtype": "bfloat16"} | changes
 
 
 def resolved(caplog, **flags) -> tuple[bool, list[str]]:
@@ -130,10 +126,7 @@ def test_a_flag_fixes_it(caplog):
     ids=str,
 )
 def test_what_fixes_it_says_why(caplog, monkeypatch, flags, reason):
-    # SGLang sets them for the trainer's rounding: they must not outlive this test.
-    for name in ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "SGLANG_VLM_CACHE_SIZE_MB"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    keep_environment(monkeypatch)
     assert resolved(caplog, **flags) == (False, [f"The draft length is fixed: {reason}."])
     # A user who asks for it needs no reason.
     assert resolved(caplog, **flags, speculative_adaptive_config="fixed") == (False, [])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from resolving import asked, refusal, resolve
+from resolving import asked, keep_environment, on_gpu, refusal, resolve
 from sglang.srt.arg_groups.model_override_base import attention_backends_of
 from sglang.srt.runtime_context import override_platform
 from support import hybrid, targets
@@ -47,11 +47,6 @@ def pairs(tmp_path_factory):
         arguments = targets.write_pair(folder / name, name, "bfloat16")
         found[name] = arguments | {"speculative_draft_model_path": str(folder / name / "drafter")}
     return found
-
-
-def on_gpu(**changes) -> dict:
-    """The README's command for a GPU, and what a test changes."""
-    return {"device": "cuda", "attention_backend": None, "dtype": "bfloat16", "random_seed": 0} | changes
 
 
 @pytest.mark.parametrize("flags", [{}, {"speculative_eagle_topk": 1}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
@@ -203,10 +198,7 @@ def chain_lines(caplog, **flags) -> list[str]:
     ids=str,
 )
 def test_chains_that_nobody_asked_for_say_why(caplog, monkeypatch, flags, reason):
-    # SGLang sets them for the trainer's rounding: they must not outlive this test.
-    for name in ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "SGLANG_VLM_CACHE_SIZE_MB"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    keep_environment(monkeypatch)
     assert chain_lines(caplog, **flags) == [reason]
     # A user who asks for chains needs no reason.
     assert chain_lines(caplog, speculative_eagle_topk=1, **flags) == []

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from resolving import resolve
+from resolving import keep_environment, on_gpu, resolve
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from support import hybrid, targets
@@ -27,9 +27,8 @@ def on_cuda(monkeypatch):
 def resolved(caplog, gpu: str = "sm_90", **flags) -> tuple[str, list[str]]:
     """Return the backend of graphs of prefills, and the log lines about it."""
     caplog.clear()
-    arguments = {"device": "cuda", "attention_backend": None, "dtype": "bfloat16"} | flags
     with GPUS[gpu].resolving(), caplog.at_level(logging.INFO, logger="sglang_dflash"):
-        args = resolve(**arguments)
+        args = resolve(**on_gpu(**flags))
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("sglang_dflash")]
     return args.cuda_graph_config.prefill.backend, [line for line in lines if "prefill" in line]
 
@@ -54,7 +53,7 @@ def reason(caplog, **flags) -> str:
 )
 def test_requests_in_a_graph(flags, num_requests):
     with GPUS["sm_90"].resolving():
-        args = resolve(device="cuda", attention_backend=None, dtype="bfloat16", **flags)
+        args = resolve(**on_gpu(**flags))
     assert args.cuda_graph_config.prefill.backend == Backend.FULL
     assert args.cuda_graph_config.prefill.full_prefill_max_req == num_requests
 
@@ -119,10 +118,7 @@ def test_untried_flags_keep_the_default(caplog, flags, expected):
 
 @pytest.mark.parametrize("flags", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}], ids=str)
 def test_deterministic_servers_keep_the_default(caplog, monkeypatch, flags):
-    # SGLang sets them for the trainer's rounding: they must not outlive this test.
-    for name in ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "SGLANG_VLM_CACHE_SIZE_MB"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    keep_environment(monkeypatch)
     assert reason(caplog, **flags) == "with --enable-deterministic-inference."
 
 

@@ -35,11 +35,9 @@ def test_text(backend, shape, page_size, engines, prompts):
     del asked["into a full pool"], of_plain[-1]
     asked["beside aborted ones"]["abort"] = ABORTED
     flags = {"attention_backend": backend, "context_length": CONTEXT, "chunked_prefill_size": 128}
+    # There each prefill has one CUDA graph by default.
+    flags["disable_prefill_cuda_graph"] = (backend, page_size) != ("fa3", 1)
     config = tiny(f"features-{backend}-{shape}-{page_size}", shape, page_size=page_size, **flags)
-    if (backend, page_size) == ("fa3", 1):
-        # One CUDA graph for each prefill, as by default.
-        arguments = {name: value for name, value in config.arguments.items() if name != "disable_prefill_cuda_graph"}
-        config = replace(config, arguments=arguments)
     config = replace(config, env=RETRACTED)
     answers = engines.ask(config, list(asked.values()))
     assert engines.describe(config)["worker"] == "DFlashWorker"

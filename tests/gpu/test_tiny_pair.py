@@ -187,10 +187,9 @@ def test_every_flag_at_its_default(engines, prompts):
 def test_prompts_in_one_graph(engines, prompts):
     """Hidden states of prompts come from padded batches (`--cuda-graph-backend-prefill full`)."""
     sizes = {"cuda_graph_backend_prefill": "full", "cuda_graph_bs_prefill": [64, 128, 256, 512, 1024, 2048]}
-    config = tiny("tiny-full", "trees", attention_backend="fa3", **sizes)
-    arguments = {name: value for name, value in config.arguments.items() if name != "disable_prefill_cuda_graph"}
+    config = tiny("tiny-full", "trees", attention_backend="fa3", disable_prefill_cuda_graph=False, **sizes)
     of_plain, _ = plain_answers(engines, "fa3", prompts)
-    compared, rate = check_texts(engines, replace(config, arguments=arguments), of_plain, pair_calls(prompts))
+    compared, rate = check_texts(engines, config, of_plain, pair_calls(prompts))
     compared.assert_ties(TIE)
     # Chains with such prefills had 53.
     compared.assert_floor(usual(compared, USUAL["flashinfer", "trees"]))
