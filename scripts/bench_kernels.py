@@ -449,6 +449,11 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
+def split_rows(bs: int, args: argparse.Namespace) -> Case:
+    x = torch.randn(bs * BLOCK_SIZE, HIDDEN, device=DEVICE).bfloat16()
+    return Case((x,), 2 * x.nbytes + 3 * len(x) * 4)
+
+
 def shortlist_top(bs: int, args: argparse.Namespace) -> Case:
     return shortlist(bs, args, has_sums=True)
 
@@ -626,6 +631,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     apply_penalties,
     add_rms_norm,
     linear_few_rows,
+    split_rows,
     shortlist_top,
     shortlist_of_chains,
     attend_trees,

@@ -43,6 +43,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.sample_rows import sample_rows
     from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
     from sglang_dflash.ops.kernels.split_kv import split_kv
+    from sglang_dflash.ops.kernels.split_rows import split_rows
     from sglang_dflash.ops.kernels.top_columns import top_columns
     from sglang_dflash.ops.kernels.verify_block import verify_block
     from sglang_dflash.ops.kernels.write_context_kv import write_context_kv
@@ -75,6 +76,7 @@ else:
     from sglang_dflash.ops.reference.sample_rows import sample_rows
     from sglang_dflash.ops.reference.shortlist_top import shortlist_top
     from sglang_dflash.ops.reference.split_kv import split_kv
+    from sglang_dflash.ops.reference.split_rows import split_rows
     from sglang_dflash.ops.reference.top_columns import top_columns
     from sglang_dflash.ops.reference.verify_block import verify_block
     from sglang_dflash.ops.reference.write_context_kv import write_context_kv
@@ -108,6 +110,7 @@ __all__ = [
     "sample_rows",
     "shortlist_top",
     "split_kv",
+    "split_rows",
     "split_trees",
     "top_columns",
     "verify_block",

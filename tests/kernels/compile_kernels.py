@@ -26,7 +26,7 @@ from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
-HOPPER_ONLY = ("add_rms_norm", "linear_few_rows", "shortlist_of_chains", "shortlist_top")
+HOPPER_ONLY = ("add_rms_norm", "linear_few_rows", "shortlist_of_chains", "shortlist_top", "split_rows")
 NUM_NODES = 16
 TREE_KERNEL = "_attend_trees_kernel"
 # Layers of targets: query heads, KV heads, numbers of a key and of a value.
