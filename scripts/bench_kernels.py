@@ -36,6 +36,8 @@ from triton.testing import do_bench_cudagraph
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, put
 from sglang_dflash.ops.copies import TEXT_DTYPE, TEXT_SIZE
 from sglang_dflash.ops.kernels.attend_trees import split_trees
+from sglang_dflash.ops.reference.argmax_product import GROUP as COMPUTED
+from sglang_dflash.ops.reference.argmax_product import quantize_randomly
 from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows
 from sglang_dflash.types import (
     Block,
@@ -454,6 +456,19 @@ def split_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x,), 2 * x.nbytes + 3 * len(x) * 4)
 
 
+def argmax_product(bs: int, args: argparse.Namespace) -> Case:
+    """Make rows of blocks, each similar to one token. float16, as in :func:`shortlist`."""
+    weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half() / HIDDEN**0.5
+    x = weight[integers(args.vocab, bs * BLOCK_SIZE)] * HIDDEN**0.5 / 4
+    x = (x + torch.randn_like(x)).half()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    numbers, scales, norms = quantize_randomly(weight, generator)
+    # One group of tokens is computed for most rows.
+    of_groups = len(x) * COMPUTED * HIDDEN * weight.itemsize
+    num_bytes = numbers.nbytes + scales.nbytes + norms.nbytes + x.nbytes + of_groups
+    return Case((x, weight, numbers, scales, norms), num_bytes)
+
+
 def shortlist_top(bs: int, args: argparse.Namespace) -> Case:
     return shortlist(bs, args, has_sums=True)
 
@@ -632,6 +647,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     add_rms_norm,
     linear_few_rows,
     split_rows,
+    argmax_product,
     shortlist_top,
     shortlist_of_chains,
     attend_trees,

@@ -261,6 +261,13 @@ HOOKS = [
         until="LogitsProcessor can leave TARGET_VERIFY logits in the model's dtype",
     ),
     Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        kind=HookType.AROUND,
+        function=logits.skip_lm_head,
+        why="an argmax by bounds of the logits needs hidden states in their place",
+        until="LogitsProcessor can leave the lm_head to the caller",
+    ),
+    Hook(
         target="sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store",
         kind=HookType.AROUND,
         function=hidden_states.append_last_hidden_states,
@@ -310,7 +317,7 @@ HOOKS = [
         target=f"{_WEIGHT_UPDATER}.end_weight_update",
         kind=HookType.AROUND,
         function=update_weights.end_weight_update,
-        why="copies of weights (float8 shortlist, packed for a CPU) are stale after another process writes the weights",
+        why="copies of weights (of lm_heads, packed for a CPU) are stale after another process writes the weights",
         until="SGLang tells every model that its weights have changed, as post_load_weights does for some",
     ),
     *(

@@ -107,11 +107,6 @@ class DraftHead:
         """Leave out what only trees need."""
         self._has_sums = False
 
-    def refresh(self) -> None:
-        """Update copies of weights that have changed. Call it before a cycle."""
-        if self._shortlist is not None:
-            self._shortlist.refresh()
-
     def table(
         self,
         hidden_states: torch.Tensor,

@@ -14,8 +14,6 @@ from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_parallel
-from torch import nn
 
 from sglang_dflash import ops
 from sglang_dflash.draft.context import ContextWriter
@@ -67,7 +65,7 @@ class DecodeCycle:
     def __init__(
         self,
         draft_runner: ModelRunner,
-        target_model: nn.Module,
+        logits: VerifyLogits,
         head: DraftHead,
         block_size: int,
         verification: Verification,
@@ -79,7 +77,7 @@ class DecodeCycle:
         """
         Args:
             draft_runner: of the drafter, with its KV pool.
-            target_model: the target.
+            logits: the target's.
             head: the drafter's lm_head.
             block_size: B.
             verification: chains or trees.
@@ -90,7 +88,7 @@ class DecodeCycle:
         """
         self.block_size, self.verification = block_size, verification
         self.draft_runner, self.clock = draft_runner, clock
-        self.logits = VerifyLogits(target_model, get_parallel().tp_group)
+        self.logits = logits
         self._model, self._head = draft_runner.model, head
         self._window, self._states, self._simulation = window, states, simulation
         self._context = ContextWriter(self._model, draft_runner.token_to_kv_pool)
@@ -109,7 +107,7 @@ class DecodeCycle:
         return CycleInputs(block, block, *rows)
 
     @add_norm.in_cycle()
-    def run(self, batch: ForwardBatch, block: Block, in_shards: bool, executor: CycleExecutor) -> CycleOutput:
+    def run(self, batch: ForwardBatch, block: Block, is_greedy: bool, executor: CycleExecutor) -> CycleOutput:
         """Run one cycle, in which the target's tokens are chosen by the fast path (`_choose`) for all requests.
 
         If a request needs SGLang's sampler, its tokens are accepted anew afterwards (`accept_fallback`), and recurrent
@@ -118,7 +116,7 @@ class DecodeCycle:
         Args:
             batch: the target's TARGET_VERIFY batch. The drafts are written to it.
             block: `[bonus, mask x (W - 1)]` of the same requests.
-            in_shards: leave the target's logits in their tensor-parallel shards. Then all requests are greedy.
+            is_greedy: nothing but an argmax reads the target's logits, so not all of them are computed or gathered.
             executor: runs the forwards.
         """
         self.clock.mark(BEGUN)
@@ -127,11 +125,11 @@ class DecodeCycle:
         grammar_tree = executor.send_drafts(drafts.block_tokens)
         self.clock.mark(DRAFTED)
         # 2. Verify: one forward of the target.
-        with self.logits.in_shards(in_shards):
+        with self.logits.for_argmax(is_greedy, batch.input_ids.shape[0]):
             output = executor.verify(batch)
         # 3. Accept the drafts that agree with the target, and one token of the target's after them.
         target_tokens = self._simulation.choose(
-            self._choose(batch, output, block, in_shards), batch.positions, batch.seq_lens, batch.req_pool_indices
+            self._choose(batch, output, block, is_greedy), batch.positions, batch.seq_lens, batch.req_pool_indices
         )
         verified = self.verification.accept(batch, block, drafts, output, target_tokens)
         if self._states is not None:
@@ -202,7 +200,7 @@ class DecodeCycle:
             return self._model.forward(block.input_ids, block.positions, draft_batch).hidden_states
 
     def _choose(
-        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, in_shards: bool
+        self, batch: ForwardBatch, output: LogitsProcessorOutput, block: Block, is_greedy: bool
     ) -> torch.Tensor:
         """Choose the target's token after each verified token, from its untouched logits.
 
@@ -210,12 +208,12 @@ class DecodeCycle:
             batch: the target's, with the positions of the verified tokens.
             output: the target's.
             block: the same requests. Its `parameters` and `keys` say how sampled requests draw. Others take the argmax.
-            in_shards: logits are this rank's shard. Then all requests are greedy.
+            is_greedy: see :meth:`run`.
 
         Returns:
             [bs * N] int64.
         """
-        if in_shards:
+        if is_greedy:
             return self.logits.argmax(output.next_token_logits)
         logits = output.next_token_logits
         maxima, tokens = ops.row_max(logits)

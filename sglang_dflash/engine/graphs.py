@@ -66,8 +66,8 @@ class _Graph:
     metadata: tuple
 
 
-def _variant_label(in_shards: bool) -> str | None:
-    return "in shards" if in_shards else None
+def _variant_label(is_greedy: bool) -> str | None:
+    return "greedy" if is_greedy else None
 
 
 class CycleGraphRunner(DecodeCudaGraphRunner):
@@ -117,15 +117,11 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         self._min_bs = 1
         # By batch size P: see `_Graph.drafts`.
         self._drafts: dict[int, torch.Tensor] = {}
-        # By batch size, and whether the target's logits stay in their shards.
+        # By batch size, and whether nothing but an argmax reads the target's logits.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         # By batch size: making these views anew is a twentieth of what a cycle costs the host.
         self._inputs: dict[int, CycleInputs] = {}
-        self._in_shards = False
-        self._variants = [False]
-        # A backend that is prepared before every replay knows one graph of each size.
-        if cycle.logits.have_shards and not self._target_plan.needs_host_lens:
-            self._variants.append(True)
+        self._is_greedy = False
         super().__init__(model_runner, attn_backend=attn_backend, speculative_num_draft_tokens=num_tokens)
         # Other inputs of the model, such as the token count of expert parallelism.
         self._has_more_inputs = bool(set(self.buffer_registry.slot_names()) - _COMMON_BUFFERS)
@@ -155,13 +151,13 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         return type(self)(self.model_runner, cycle, num_tokens, attn_backend, draft_backend, sizes, common=self)
 
     @contextmanager
-    def serving(self, in_shards: bool) -> Iterator[None]:
+    def serving(self, is_greedy: bool) -> Iterator[None]:
         """Send the target's forward through this runner and its backend.
 
         Args:
-            in_shards: leave logits in their tensor-parallel shards, if this runner has such graphs.
+            is_greedy: nothing but an argmax reads the target's logits.
         """
-        self._in_shards = in_shards and True in self._variants
+        self._is_greedy = is_greedy
         runner = self.model_runner
         others = runner.attn_backend, runner.decode_cuda_graph_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.attn_backend, self
@@ -224,15 +220,22 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         # SGLang has variants for LoRA and for architectures that are refused.
         assert variant_label is None
         assert attention_variant is None
-        for in_shards in self._variants:
-            captured = partial(self._forward, forward, in_shards)
-            super().capture_one_shape(size, captured, stream_idx, _variant_label(in_shards))
+        for is_greedy in self._variants(size):
+            captured = partial(self._forward, forward, is_greedy)
+            super().capture_one_shape(size, captured, stream_idx, _variant_label(is_greedy))
+
+    def _variants(self, bs: int) -> tuple[bool, ...]:
+        """Return whether logits are only for an argmax, of each graph for a batch size."""
+        # A backend that is prepared before every replay knows one graph of each size.
+        if self._target_plan.needs_host_lens or not self._cycle.logits.has_faster_argmax(bs * self.num_tokens):
+            return (False,)
+        return (False, True)
 
     @shared_schedules()
     def _forward(
         self,
         forward: Callable,
-        in_shards: bool,
+        is_greedy: bool,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         batch: ForwardBatch,
@@ -248,10 +251,10 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             drafts=self._drafts[bs],
             has_drafted=torch.cuda.Event(external=True),
         )
-        cycle = self._cycle.run(batch, self._block.take(bs, self._draft_length), in_shards, executor)
+        cycle = self._cycle.run(batch, self._block.take(bs, self._draft_length), is_greedy, executor)
         backends = [*parts(self.attn_backend), *([] if self._draft_plan is None else [self.draft_backend])]
         # The next variant of this size gets new ones.
-        metadata = tuple(backend.forward_metadata for backend in backends) if len(self._variants) > 1 else ()
+        metadata = tuple(backend.forward_metadata for backend in backends) if len(self._variants(bs)) > 1 else ()
         # Not for CPUs, where this module is imported too.
         from sglang.srt.model_executor.runner_backend_utils.weak_ref_tensor import weak_ref_tensor
 
@@ -263,7 +266,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         )
         verified = replace(cycle.verified, hidden_states=weak_ref_tensor(cycle.verified.hidden_states))
         # The last run is the captured one. A replay fills its memory.
-        self._graphs[bs, in_shards] = _Graph(batch, executor.drafts, executor.has_drafted, verified, metadata)
+        self._graphs[bs, is_greedy] = _Graph(batch, executor.drafts, executor.has_drafted, verified, metadata)
         return output
 
     # --- replay -----------------------------------------------------------------------------------------------------
@@ -329,7 +332,8 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             batch = self._graphs[padded_bs, False].batch
             self._target_plan.before_replay(replace(batch, seq_lens_cpu=kv_lens, seq_lens_sum=int(kv_lens.sum())))
         self.raw_bs, self.raw_num_token, self.bs = bs, num_tokens, padded_bs
-        self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._in_shards))
+        self._is_greedy &= (padded_bs, True) in self._graphs
+        self._replay_graph_key = self._make_graph_key(padded_bs, variant_label=_variant_label(self._is_greedy))
 
     def _resolve_shared_read_ends(self, attn_backend: AttentionBackend, forward_mode: ForwardMode) -> SharedReadEnds:
         """Let the scheduler change `req_to_token` after the replay only: the whole graph reads it."""
@@ -345,7 +349,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
             target_output: the target's.
             has_grammar: the batch has a request with a grammar.
         """
-        graph, bs = self._graphs[self.bs, self._in_shards], self.raw_bs
+        graph, bs = self._graphs[self.bs, self._is_greedy], self.raw_bs
         grammar_tree = None
         if has_grammar:
             grammar_tree = GrammarTree(GrammarTree.from_linear_chain(graph.drafts[:bs]).resolve(), graph.has_drafted)

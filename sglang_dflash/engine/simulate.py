@@ -254,9 +254,6 @@ class RecordedHead:
         self.num_candidates = head.num_candidates
         self._head, self._recorded = head, recorded
 
-    def refresh(self) -> None:
-        self._head.refresh()
-
     def table(
         self,
         hidden_states: torch.Tensor,

@@ -58,6 +58,7 @@ from sglang_dflash.recurrent.state import RecurrentState
 from sglang_dflash.server_args.adaptive import asks_for_adaptive, log_fixed
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.server_args.trees import asks_for_trees, num_candidates, verifies_trees
+from sglang_dflash.verify.logits import VerifyLogits
 from sglang_dflash.verify.request_keys import RequestKeys, key_generator
 from sglang_dflash.verify.sampler import FallbackSampler
 
@@ -80,6 +81,7 @@ class LoadedModels:
         texts: of all running requests; None for chains.
         metrics: acceptance and stage times.
         keys: of the running requests' noise.
+        logits: the target's.
     """
 
     block_size: int
@@ -93,6 +95,7 @@ class LoadedModels:
     texts: Texts | None
     metrics: CycleMetrics
     keys: RequestKeys
+    logits: VerifyLogits
 
     @classmethod
     def prepare(cls, server_args: ServerArgs, target_worker: TpModelWorker, draft_runner: ModelRunner) -> LoadedModels:
@@ -131,6 +134,7 @@ class LoadedModels:
             texts=Texts(num_slots, target_runner.model_config.vocab_size, device) if for_trees else None,
             metrics=CycleMetrics(block_size, device),
             keys=keys,
+            logits=VerifyLogits(target_model, tp_group),
         )
 
 
@@ -252,7 +256,7 @@ class BuiltCycle:
             )
         cycle = DecodeCycle(
             draft_runner=draft_runner,
-            target_model=target_runner.model,
+            logits=loaded.logits,
             head=head,
             block_size=loaded.block_size,
             verification=verification,

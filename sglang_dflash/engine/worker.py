@@ -48,6 +48,7 @@ from sglang_dflash.engine.metrics import APPENDED, VERIFIED
 from sglang_dflash.engine.relay import DFlashDraftInput, host_kv_lens
 from sglang_dflash.engine.stages import BuiltCycle, LoadedModels, Pools, Serving, describe
 from sglang_dflash.memory import stored_kv
+from sglang_dflash.ops import weight_copy
 from sglang_dflash.recurrent.prefix_cache import forget_prefill
 from sglang_dflash.verify.output import CycleOutput
 from sglang_dflash.version import __version__
@@ -178,7 +179,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Run one decode cycle: draft, verify, accept, append."""
         loaded, cycle, states = self._loaded, self._built.cycle, self._pools.states
-        self._built.head.refresh()
+        weight_copy.refresh()
         # Requests whose tokens the cycle cannot choose, as indices in the batch.
         fallback = loaded.sampler.needs_fallback(batch)
         is_overlapped = on_publish is not None
@@ -226,15 +227,16 @@ class DFlashWorker(BaseSpecWorker):
         cycle.begin()
         num_tokens = controller.choose(batch, fallback)
         graphs = None if self._serving.graphs is None else self._serving.graphs[num_tokens]
-        # A rank needs the other ranks' logits only to sample.
-        in_shards = not fallback and batch.sampling_info.is_all_greedy and cycle.logits.have_shards
+        # Not all logits are computed, or gathered from all ranks, where only an argmax reads them.
+        is_greedy = not fallback and batch.sampling_info.is_all_greedy
+        is_greedy &= cycle.logits.has_faster_argmax(bs * num_tokens)
         static = None if graphs is None else graphs.inputs(bs)
         inputs = cycle.allocate(bs, num_tokens) if static is None else static
         self._fill_blocks(batch, inputs, fallback, commits)
         forward_batch = self._verify_batch(batch, inputs, num_tokens)
         if static is not None and graphs.can_run_graph(forward_batch):
             controller.before_replay(bs, num_tokens)
-            with graphs.serving(in_shards):
+            with graphs.serving(is_greedy):
                 target_output = self._verify(forward_batch, can_run_cuda_graph=True)
             controller.launched(bs, num_tokens, is_timed=is_overlapped and not fallback)
             return graphs.output(forward_batch, target_output, batch.has_grammar)
@@ -243,7 +245,7 @@ class DFlashWorker(BaseSpecWorker):
         executor = EagerExecutor(self.draft_model_runner.attn_backend, batch.has_grammar, self._verify)
         controller.launched(bs, num_tokens)
         with cycle.verification.attending_eagerly():
-            return cycle.run(forward_batch, inputs.block, in_shards, executor)
+            return cycle.run(forward_batch, inputs.block, is_greedy, executor)
 
     def _fill_blocks(self, batch: ScheduleBatch, inputs: CycleInputs, fallback: list[int], commits: bool) -> None:
         """Write `[bonus, mask x (W - 1)]` of every request, and how its tokens are drawn, to `inputs.padded`."""

@@ -484,7 +484,7 @@ USES = (
         ),
     ),
     Use(
-        "draft/shortlist.py",
+        "vocab/copied.py",
         "reads the weights of an lm_head whose method only multiplies by them",
         (
             "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod",
@@ -538,9 +538,12 @@ USES = (
     ),
     Use(
         "verify/logits.py",
-        "switches it off while logits stay in their shards",
+        "switches off what an argmax of its logits does not need, and names what changes logits",
         (
             "sglang.srt.layers.logits_processor.LogitsProcessor.do_tensor_parallel_all_gather",
+            "sglang.srt.layers.logits_processor.LogitsProcessor.logit_scale",
+            "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head",
+            "sglang.srt.layers.logits_processor.LogitsProcessor.use_fp32_lm_head_output",
             "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
         ),
     ),

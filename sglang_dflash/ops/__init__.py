@@ -21,6 +21,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.add_bigrams import add_bigrams
     from sglang_dflash.ops.kernels.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.kernels.apply_penalties import apply_penalties
+    from sglang_dflash.ops.kernels.argmax_product import argmax_product
     from sglang_dflash.ops.kernels.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.kernels.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.kernels.block_conv import block_conv
@@ -54,6 +55,7 @@ else:
     from sglang_dflash.ops.reference.add_bigrams import add_bigrams
     from sglang_dflash.ops.reference.add_rms_norm import add_rms_norm
     from sglang_dflash.ops.reference.apply_penalties import apply_penalties
+    from sglang_dflash.ops.reference.argmax_product import argmax_product
     from sglang_dflash.ops.reference.attend_trees import attend_trees, split_trees
     from sglang_dflash.ops.reference.begin_bigrams import begin_bigrams
     from sglang_dflash.ops.reference.block_conv import block_conv
@@ -88,6 +90,7 @@ __all__ = [
     "add_bigrams",
     "add_rms_norm",
     "apply_penalties",
+    "argmax_product",
     "attend_trees",
     "begin_bigrams",
     "block_conv",

@@ -35,9 +35,9 @@ from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.mask_embedding import FILE, read_mask_embedding
 from sglang_dflash.checkpoint.tensors import read_headers, tensor_problems
-from sglang_dflash.draft import shortlist
 from sglang_dflash.errors import ConfigError
 from sglang_dflash.inspect import read_drafter
+from sglang_dflash.ops import weight_copy
 from sglang_dflash.requests.admin import AdminError, describe
 from sglang_dflash.server_args.arguments import is_dflash, serves_dflash
 
@@ -193,7 +193,7 @@ def end_weight_update(
 
 def _weights_have_changed() -> None:
     cpu_support.weights_have_changed()
-    shortlist.weights_have_changed()
+    weight_copy.weights_have_changed()
 
 
 def _agree(problem: str | None, has_loaded: bool) -> None:

@@ -1,4 +1,4 @@
-"""The target's logits of verified tokens: in the model's dtype, and in the ranks' shards if all requests are greedy.
+"""The target's logits of verified tokens: in the model's dtype, and not all of them if all requests are greedy.
 
 SGLang copies logits to float32 before sampling. For a vocabulary of 152k and 32 requests of 16 tokens, that moves
 470 MB per cycle. Verification does not need the copy: an argmax is the same without it, and `kernels.sample_rows`
@@ -6,6 +6,9 @@ widens what it reads. `FallbackSampler` copies the logits that it needs.
 
 SGLang also gathers the logits of all ranks on every rank, 155 MB for those tokens in bfloat16. An argmax needs one
 number per token instead (`VocabArgmax`), so cycles of greedy requests leave logits in their shards.
+
+The argmax of few tokens needs even less: most logits are only bounded, by a copy of the lm_head (`BoundedHead`). The
+target's forward then returns its last hidden states in place of logits.
 
 If logits are gathered, each rank chooses the tokens itself. All ranks have the same logits, because each column is
 computed by one rank and copied to the others, and the same noise, because they have the same request keys
@@ -24,10 +27,14 @@ from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
+from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.vocab.argmax import VocabArgmax
+from sglang_dflash.vocab.bounded import BoundedHead
 
 _targets: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
-_in_shards: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
+# Whose logits only an argmax reads at present, and those of them whose target has a `BoundedHead`.
+_for_argmax: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
+_bounded: weakref.WeakSet[LogitsProcessor] = weakref.WeakSet()
 
 
 class VerifyLogits:
@@ -39,38 +46,81 @@ class VerifyLogits:
         self._processors = [processor for processor in processors if processor.final_logit_softcapping is None]
         _targets.update(self._processors)
         lm_head = target_model.lm_head
-        is_gathered = self._processors == processors and all(
-            processor.do_tensor_parallel_all_gather and not processor.do_tensor_parallel_all_gather_dp_attn
-            for processor in processors
-        )
+        is_plain = bool(processors) and self._processors == processors and isinstance(lm_head, VocabParallelEmbedding)
+        self._has_shards = is_plain and all(map(_is_gathered, processors))
+        self._head = None
+        # Every logit is in one shard, or some would be of other ranks' tokens.
+        is_complete = self._has_shards or tp_group.world_size == 1
+        if runs_cycles() and is_plain and is_complete and all(map(_are_products, processors)):
+            self._head = BoundedHead.of(lm_head)
         self._argmax = None
-        if processors and is_gathered and isinstance(lm_head, VocabParallelEmbedding):
+        if self._has_shards or self._head is not None:
             self._argmax = VocabArgmax(lm_head, tp_group)
 
-    @property
-    def have_shards(self) -> bool:
-        """Return whether logits can stay in shards: there are several ranks, and gathered logits are not changed."""
-        return self._argmax is not None
+    def has_faster_argmax(self, num_tokens: int) -> bool:
+        """Return whether an argmax of this number of tokens needs less than all logits on every rank."""
+        return self._has_shards or self._is_bounded(num_tokens)
+
+    def _is_bounded(self, num_tokens: int) -> bool:
+        return self._head is not None and self._head.takes(num_tokens)
 
     @contextmanager
-    def in_shards(self, is_asked: bool) -> Iterator[None]:
-        """Leave logits in their shards inside this context, if that `is_asked`."""
+    def for_argmax(self, is_asked: bool, num_tokens: int) -> Iterator[None]:
+        """Compute only what :meth:`argmax` needs inside this context, if that `is_asked`.
+
+        Args:
+            num_tokens: T, which the target verifies.
+        """
         if not is_asked:
             yield
             return
+        gathering = [processor.do_tensor_parallel_all_gather for processor in self._processors]
         for processor in self._processors:
             processor.do_tensor_parallel_all_gather = False
-        _in_shards.update(self._processors)
+        _for_argmax.update(self._processors)
+        if self._is_bounded(num_tokens):
+            _bounded.update(self._processors)
         try:
             yield
         finally:
-            _in_shards.difference_update(self._processors)
-            for processor in self._processors:
-                processor.do_tensor_parallel_all_gather = True
+            _for_argmax.difference_update(self._processors)
+            _bounded.difference_update(self._processors)
+            for processor, gathers in zip(self._processors, gathering, strict=True):
+                processor.do_tensor_parallel_all_gather = gathers
 
-    def argmax(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the tokens, [T] int64, of logits in shards, [T, columns of the shard]."""
-        return self._argmax(shard)
+    def argmax(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the tokens, [T] int64, of what the target returned as logits in :meth:`for_argmax`.
+
+        Args:
+            output: [T, H] hidden states, or [T, columns of the shard] logits.
+        """
+        if self._is_bounded(output.shape[0]):
+            return self._argmax.of_one_part(*self._head(output))
+        return self._argmax(output)
+
+
+def _is_gathered(processor: LogitsProcessor) -> bool:
+    """Return whether logits are gathered from all tensor-parallel ranks, and not changed after it."""
+    return processor.do_tensor_parallel_all_gather and not processor.do_tensor_parallel_all_gather_dp_attn
+
+
+def _are_products(processor: LogitsProcessor) -> bool:
+    """Return whether logits are products with the lm_head, rounded to its dtype."""
+    return processor.logit_scale is None and not (processor.use_fp32_lm_head or processor.use_fp32_lm_head_output)
+
+
+def skip_lm_head(
+    original,
+    processor: LogitsProcessor,
+    hidden_states: torch.Tensor,
+    lm_head: nn.Module,
+    embedding_bias: torch.Tensor | None = None,
+    **others,
+) -> torch.Tensor:
+    """AROUND `LogitsProcessor._compute_lm_head`: return the hidden states, [T, H], if an argmax needs no more."""
+    if processor in _bounded:
+        return hidden_states
+    return original(processor, hidden_states, lm_head, embedding_bias, **others)
 
 
 def skip_widening(
@@ -83,7 +133,7 @@ def skip_widening(
 ) -> torch.Tensor:
     """AROUND `LogitsProcessor._copy_logits_to_buffer`: cut logits of verified tokens to the vocabulary, without a copy.
 
-    Logits that stay in shards are returned unchanged.
+    What only an argmax reads is returned unchanged.
 
     Args:
         logits: [T, padded vocabulary].
@@ -93,6 +143,6 @@ def skip_widening(
     """
     if processor not in _targets or not logits_metadata.forward_mode.is_target_verify():
         return original(processor, logits, logits_metadata, use_buffer=use_buffer, softcap=softcap)
-    if processor in _in_shards:
+    if processor in _for_argmax:
         return logits
     return logits[:, : processor.vocab_size]

@@ -47,7 +47,16 @@ class VocabArgmax:
         keys = [pack(*best) for best in found]
         if not keys:
             keys = [torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)]
-        return unpack(self._shard.gather(torch.stack(keys).amax(dim=0)).amax(dim=0))
+        return self._among_ranks(torch.stack(keys).amax(dim=0))
+
+    def of_one_part(self, maxima: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Do the same for the largest logits, [T], of a shard that is one part, and their columns, [T] int64."""
+        if self._shard.is_whole:
+            return columns
+        return self._among_ranks(pack(maxima, columns, self._shard.first_token))
+
+    def _among_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        return unpack(self._shard.gather(keys).amax(dim=0))
 
 
 def pack(logits: torch.Tensor, columns: torch.Tensor, first_token: int) -> torch.Tensor:

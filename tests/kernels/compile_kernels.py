@@ -26,7 +26,14 @@ from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
-HOPPER_ONLY = ("add_rms_norm", "linear_few_rows", "shortlist_of_chains", "shortlist_top", "split_rows")
+HOPPER_ONLY = (
+    "add_rms_norm",
+    "argmax_product",
+    "linear_few_rows",
+    "shortlist_of_chains",
+    "shortlist_top",
+    "split_rows",
+)
 NUM_NODES = 16
 TREE_KERNEL = "_attend_trees_kernel"
 # Layers of targets: query heads, KV heads, numbers of a key and of a value.
@@ -89,8 +96,13 @@ def quantize_nothing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.ones(len(x))
 
 
+def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Do the same in place of the function of this name."""
+    return torch.zeros(weight.shape, dtype=torch.int8), *torch.ones(2, len(weight)).unbind()
+
+
 def compile_benchmarked(gpu: Gpu) -> None:
-    bench_kernels.quantize_rows = quantize_nothing
+    bench_kernels.quantize_rows, bench_kernels.quantize_randomly = quantize_nothing, quantize_randomly
     for make in bench_kernels.KERNELS:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)

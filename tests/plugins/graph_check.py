@@ -77,7 +77,7 @@ def register():
 
         output = verify(worker, forward_batch, can_run_cuda_graph)
         replay = graphs.output(forward_batch, output, has_grammar=False)
-        replayed_trees = graphs._graphs[graphs.bs, graphs._in_shards].batch.spec_info.trees
+        replayed_trees = graphs._graphs[graphs.bs, graphs._is_greedy].batch.spec_info.trees
         parents = None if replayed_trees is None else replayed_trees.parents[:bs].clone()
         rows = (forward_batch.input_ids, forward_batch.positions, forward_batch.out_cache_loc)
         tokens, positions, _ = (tensor.clone() for tensor in rows)
@@ -114,7 +114,7 @@ def register():
                 eager = verify(worker, same_batch)
         finally:
             runner.decode_cuda_graph_runner, runner.attn_backend = graphs, of_graphs
-        target_tokens = cycle._choose(same_batch, eager, block, in_shards=False)
+        target_tokens = cycle._choose(same_batch, eager, block, is_greedy=False)
         verified = cycle.verification.accept(same_batch, block, drafts, eager, target_tokens)
         if states is not None:
             states.commit(

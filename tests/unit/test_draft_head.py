@@ -20,7 +20,10 @@ from sglang.srt.server_args import ServerArgs
 from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
+from sglang_dflash.ops import weight_copy
+from sglang_dflash.vocab import bounded, copied
 from sglang_dflash.vocab.argmax import VocabArgmax, pack, unpack
+from sglang_dflash.vocab.bounded import BoundedHead
 
 NUM_ROWS = 24
 # (vocabulary, added tokens): one token, ranks without a token, a part that ends inside a shard, parts of any length.
@@ -78,11 +81,16 @@ def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> list[tupl
     assert type(head._shortlist) is shortlist.Shortlist
     before = head.candidates(hidden_states, NUM_ROWS)
     lm_head.weight.data.copy_(lm_head_of(changed, 0).weight)
-    shortlist.weights_have_changed()
-    head.refresh()
+    weight_copy.weights_have_changed()
+    weight_copy.refresh()
     after, of_chains = of_trees_and_chains(head, hidden_states)
     assert of_chains[2] is None
     return [tuple(values[:, 0] for values in found) for found in (before, after, (*of_chains[:2], after[2]))]
+
+
+def argmax_by_bounds(logits: torch.Tensor) -> torch.Tensor:
+    lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)[1::2]
+    return VocabArgmax(lm_head, get_tp_group()).of_one_part(*BoundedHead.of(lm_head)(hidden_states))
 
 
 def of_trees_and_chains(head: DraftHead, hidden_states: torch.Tensor) -> tuple[tuple, tuple]:
@@ -137,8 +145,10 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
     found, of_chains = of_trees_and_chains(head, hidden_states_of(logits.dtype))
     drafts["capped"] = [values[:, 0] for values in (*found, *of_chains[:2])]
     # Pretend that a GPU is present on which the shortlist is faster, and that the vocabularies are large.
-    shortlist.small_m_linear.is_measured, shortlist._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
+    copied.small_m_linear.is_measured, copied._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
     logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16))
+    bounded.DEPTH = 1
+    drafts["bounded"] = [argmax_by_bounds(logits_of(OF_VOCABULARY, dtype)) for dtype in DTYPES]
     drafts["shortlist"] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     torch.save(drafts, f"{folder}/{rank}")
 
@@ -178,6 +188,13 @@ def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
     for drafts in ranks(world_size):
         best, *_ = drafts["exact", vocabulary, dtype]
         assert best.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_rank_has_the_argmax_by_bounds(ranks, world_size):
+    expected = [logits_of(OF_VOCABULARY, dtype).argmax(dim=-1).tolist() for dtype in DTYPES]
+    for drafts in ranks(world_size):
+        assert [tokens.tolist() for tokens in drafts["bounded"]] == expected
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
