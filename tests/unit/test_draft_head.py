@@ -2,6 +2,7 @@
 
 import multiprocessing
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,17 +14,19 @@ if not cpu_engine():
 
 import sglang.srt.utils  # noqa: F401  (SGLang's import order: utils before the layers)
 from sglang.srt.distributed import get_tp_group, init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
+from torch import nn
 
 from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.ops import weight_copy
+from sglang_dflash.verify.logits import VerifyLogits, skip_lm_head
 from sglang_dflash.vocab import bounded, copied
 from sglang_dflash.vocab.argmax import VocabArgmax, pack, unpack
-from sglang_dflash.vocab.bounded import BoundedHead
 
 NUM_ROWS = 24
 # (vocabulary, added tokens): one token, ranks without a token, a part that ends inside a shard, parts of any length.
@@ -34,6 +37,8 @@ WORLD_SIZES = [1, 2, 4]
 CANDIDATES = 16
 # Candidates by a shortlist, of a vocabulary in which every rank's part has many groups.
 SHORTLISTED, OF_VOCABULARY = 8, 4096
+# Most rows whose logits are bounded, and a factor of the logits.
+GREEDY = [(NUM_ROWS, None), (NUM_ROWS - 1, None), (NUM_ROWS, 2.0)]
 
 
 def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,9 +93,23 @@ def draft_by_shortlist(logits: torch.Tensor, changed: torch.Tensor) -> list[tupl
     return [tuple(values[:, 0] for values in found) for found in (before, after, (*of_chains[:2], after[2]))]
 
 
-def argmax_by_bounds(logits: torch.Tensor) -> torch.Tensor:
-    lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)[1::2]
-    return VocabArgmax(lm_head, get_tp_group()).of_one_part(*BoundedHead.of(lm_head)(hidden_states))
+def greedy_tokens(logits: torch.Tensor, max_rows: int, logit_scale: float | None) -> tuple[torch.Tensor, bool]:
+    """Return the target's tokens as a greedy cycle finds them, and whether it leaves out the lm_head."""
+    bounded.MAX_ROWS = max_rows
+    target = nn.Module()
+    target.lm_head, hidden_states = lm_head_of(logits, 0), hidden_states_of(logits.dtype)[1::2]
+    target.logits_processor = LogitsProcessor(SimpleNamespace(vocab_size=logits.shape[1]), logit_scale=logit_scale)
+    verified = VerifyLogits(target, get_tp_group())
+    arguments = (LogitsProcessor._compute_lm_head, target.logits_processor, hidden_states, target.lm_head)
+    assert skip_lm_head(*arguments) is not hidden_states
+    with verified.for_argmax(True, NUM_ROWS):
+        found = skip_lm_head(*arguments)
+    assert skip_lm_head(*arguments) is not hidden_states
+    assert target.logits_processor.do_tensor_parallel_all_gather == (get_tp_group().world_size > 1)
+    if not verified.has_faster_argmax(NUM_ROWS):
+        # The cycle asks for all logits.
+        return found.argmax(dim=-1), False
+    return verified.argmax(found), found is hidden_states
 
 
 def of_trees_and_chains(head: DraftHead, hidden_states: torch.Tensor) -> tuple[tuple, tuple]:
@@ -148,7 +167,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
     copied.small_m_linear.is_measured, copied._MIN_NUMBERS, shortlist.DEPTH = lambda weight: True, 0, 1
     logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16))
     bounded.DEPTH = 1
-    drafts["bounded"] = [argmax_by_bounds(logits_of(OF_VOCABULARY, dtype)) for dtype in DTYPES]
+    drafts["greedy"] = [greedy_tokens(logits_of(OF_VOCABULARY, torch.bfloat16), *case) for case in GREEDY]
     drafts["shortlist"] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     torch.save(drafts, f"{folder}/{rank}")
 
@@ -191,10 +210,13 @@ def test_every_rank_has_the_full_argmax(ranks, world_size, dtype, vocabulary):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_rank_has_the_argmax_by_bounds(ranks, world_size):
-    expected = [logits_of(OF_VOCABULARY, dtype).argmax(dim=-1).tolist() for dtype in DTYPES]
+def test_every_rank_has_the_greedy_tokens(ranks, world_size):
+    """By bounds of the logits where these are products of few rows, else by logits."""
+    expected = logits_of(OF_VOCABULARY, torch.bfloat16).argmax(dim=-1).tolist()
     for drafts in ranks(world_size):
-        assert [tokens.tolist() for tokens in drafts["bounded"]] == expected
+        tokens, are_bounded = zip(*drafts["greedy"], strict=True)
+        assert [of_case.tolist() for of_case in tokens] == [expected] * len(GREEDY)
+        assert are_bounded == (True, False, False)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
