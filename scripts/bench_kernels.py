@@ -38,6 +38,7 @@ from sglang_dflash.ops.copies import TEXT_DTYPE, TEXT_SIZE
 from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.argmax_product import GROUP as COMPUTED
 from sglang_dflash.ops.reference.argmax_product import quantize_randomly
+from sglang_dflash.ops.reference.linear_int8 import quantize_columns
 from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows
 from sglang_dflash.types import (
     Block,
@@ -451,6 +452,15 @@ def linear_few_rows(bs: int, args: argparse.Namespace) -> Case:
     return Case((x, weight, True), x.nbytes + weight.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize)
 
 
+def linear_int8(bs: int, args: argparse.Namespace) -> Case:
+    """Make gate_up of up to four blocks, on one of four GPUs. It is not used for more blocks."""
+    x = torch.randn(BLOCK_SIZE * min(bs, 4), HIDDEN, device=DEVICE).half()
+    weight = torch.randn(2 * INTERMEDIATE // 4, HIDDEN, device=DEVICE).half() / HIDDEN**0.5
+    numbers, scales = quantize_columns(weight)
+    num_bytes = x.nbytes + numbers.nbytes + scales.nbytes + len(x) * INTERMEDIATE // 4 * x.itemsize
+    return Case((x, numbers, scales, True), num_bytes)
+
+
 def split_rows(bs: int, args: argparse.Namespace) -> Case:
     x = torch.randn(bs * BLOCK_SIZE, HIDDEN, device=DEVICE).bfloat16()
     return Case((x,), 2 * x.nbytes + 3 * len(x) * 4)
@@ -646,6 +656,7 @@ KERNELS: list[Callable[[int, argparse.Namespace], Case]] = [
     apply_penalties,
     add_rms_norm,
     linear_few_rows,
+    linear_int8,
     split_rows,
     argmax_product,
     shortlist_top,

@@ -35,6 +35,7 @@ if torch.cuda.is_available():
     from sglang_dflash.ops.kernels.grow_trees import grow_trees
     from sglang_dflash.ops.kernels.index_kv import index_kv
     from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
+    from sglang_dflash.ops.kernels.linear_int8 import linear_int8
     from sglang_dflash.ops.kernels.move_kv import move_kv
     from sglang_dflash.ops.kernels.place_copies import place_copies
     from sglang_dflash.ops.kernels.prepare_block import prepare_block
@@ -69,6 +70,7 @@ else:
     from sglang_dflash.ops.reference.grow_trees import grow_trees
     from sglang_dflash.ops.reference.index_kv import index_kv
     from sglang_dflash.ops.reference.linear_few_rows import linear_few_rows
+    from sglang_dflash.ops.reference.linear_int8 import linear_int8
     from sglang_dflash.ops.reference.move_kv import move_kv
     from sglang_dflash.ops.reference.place_copies import place_copies
     from sglang_dflash.ops.reference.prepare_block import prepare_block
@@ -104,6 +106,7 @@ __all__ = [
     "grow_trees",
     "index_kv",
     "linear_few_rows",
+    "linear_int8",
     "move_kv",
     "place_copies",
     "prepare_block",

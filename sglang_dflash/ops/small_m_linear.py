@@ -49,13 +49,13 @@ class FewRowsLinearMethod(UnquantizedLinearMethod):
             is_gated: few rows are returned activated, in half the columns; see :class:`PassActivated`.
         """
         super().__init__()
-        self.max_rows, self._is_gated = max_rows, is_gated
+        self.max_rows, self.is_gated = max_rows, is_gated
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # torch.compile, which SGLang's prefill may use, would fix this choice for every number of rows.
         if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self.max_rows:
             return super().apply(layer, x, bias)
-        return ops.linear_few_rows(x, layer.weight, self._is_gated)
+        return ops.linear_few_rows(x, layer.weight, self.is_gated)
 
 
 class PassActivated(nn.Module):
@@ -116,7 +116,7 @@ def runs_few_rows(layer: LinearBase | BaseLayerWithLoRA, num_rows: int) -> bool:
     if isinstance(layer, BaseLayerWithLoRA):
         return False
     method = layer.quant_method
-    return type(method) is FewRowsLinearMethod and num_rows <= method.max_rows
+    return isinstance(method, FewRowsLinearMethod) and num_rows <= method.max_rows
 
 
 def faster_rows(weight: torch.Tensor, is_gated: bool) -> int:

@@ -30,6 +30,7 @@ HOPPER_ONLY = (
     "add_rms_norm",
     "argmax_product",
     "linear_few_rows",
+    "linear_int8",
     "shortlist_of_chains",
     "shortlist_top",
     "split_rows",

@@ -19,7 +19,7 @@ TREES = {"_attend_trees_kernel", "_divide_keys_kernel", "_merge_parts_kernel"}
 # Only a Hopper GPU runs them.
 HOPPER_ONLY = {"_add_rms_norm_kernel", "_linear_few_rows_kernel", "_linear_gated_rows_kernel"}
 HOPPER_ONLY |= {"_quantize_kernel", "_shortlist_kernel", "_best_candidates_kernel", "_split_rows_kernel"}
-HOPPER_ONLY |= {"_bounds_kernel", "_best_column_kernel"}
+HOPPER_ONLY |= {"_bounds_kernel", "_best_column_kernel", "_linear_int8_kernel"}
 # Those that share code are compiled for by one program.
 SHARING = [
     [gpu, *(name for name in GPUS if GPUS[name].same_code_as == gpu)] for gpu in GPUS if GPUS[gpu].same_code_as is None
