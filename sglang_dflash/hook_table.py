@@ -317,7 +317,7 @@ HOOKS = [
         target=f"{_WEIGHT_UPDATER}.end_weight_update",
         kind=HookType.AROUND,
         function=update_weights.end_weight_update,
-        why="copies of weights (of lm_heads, packed for a CPU) are stale after another process writes the weights",
+        why="copies of weights (float8, int8, packed for a CPU) are stale after another process writes the weights",
         until="SGLang tells every model that its weights have changed, as post_load_weights does for some",
     ),
     *(

@@ -112,6 +112,7 @@ class DFlashWorker(BaseSpecWorker):
             pp_proxy_tensors: of pipeline parallelism, which is refused.
         """
         self._serving.draft_length.begin_step(batch.forward_mode.is_decode())
+        self._loaded.int8_weights.refresh()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():

@@ -484,6 +484,14 @@ USES = (
         ),
     ),
     Use(
+        "draft/int8.py",
+        "exchanges the method of the drafter's unquantised layers for a subclass",
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+            "sglang.srt.layers.linear.LinearBase",
+        ),
+    ),
+    Use(
         "vocab/copied.py",
         "reads the weights of an lm_head whose method only multiplies by them",
         (

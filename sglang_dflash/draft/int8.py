@@ -1,0 +1,108 @@
+"""Linear layers of the drafter with few rows, by an int8 copy of their weights.
+
+A cycle of few requests is bound by reading weights, and the copy has half the bytes. Its products are exact up to the
+rounding of the weights (`ops.linear_int8`). Drafts rarely differ, and the target decides what is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.utils import log_info_on_rank0
+from torch import nn
+
+from sglang_dflash import ops
+from sglang_dflash.ops.reference.linear_int8 import DEPTH, quantize_columns
+from sglang_dflash.ops.small_m_linear import FewRowsLinearMethod
+from sglang_dflash.server_args.arguments import runs_cycles
+
+logger = logging.getLogger(__name__)
+
+# Most rows that read the copy. More rows are bound by products, of which int8 parts need twice as many.
+MAX_ROWS = 64
+# Rows of a weight that are quantised at a time. That takes three times their memory in float32.
+_ROWS = 1024
+
+_installed: weakref.WeakSet[Int8Weights] = weakref.WeakSet()
+
+
+class Int8LinearMethod(FewRowsLinearMethod):
+    """Method of a layer whose few rows read an int8 copy. Others take the method that the layer had."""
+
+    def __init__(self, few_rows: FewRowsLinearMethod, weight: torch.Tensor) -> None:
+        """
+        Args:
+            few_rows: the method that the layer has.
+            weight: [columns, depth] of the layer. It may change: see :func:`weights_have_changed`.
+        """
+        super().__init__(max(few_rows.max_rows, MAX_ROWS), few_rows.is_gated)
+        self._weight = weight
+        # CUDA graphs hold the addresses.
+        self._numbers = torch.empty_like(weight, dtype=torch.int8)
+        self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        self.copy_weight()
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS:
+            return super().apply(layer, x, bias)
+        return ops.linear_int8(x, self._numbers, self._scales, self.is_gated)
+
+    @torch.no_grad()
+    def copy_weight(self) -> None:
+        for start in range(0, self._weight.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            self._numbers[rows], self._scales[rows] = quantize_columns(self._weight[rows])
+
+
+class Int8Weights:
+    """Int8 copies of the drafter's linear layers. A drafter without any has none to refresh."""
+
+    def __init__(self, methods: list[Int8LinearMethod]) -> None:
+        self._methods, self._is_stale = methods, False
+        _installed.add(self)
+
+    @classmethod
+    def install(cls, drafter: nn.Module) -> Int8Weights:
+        """Install copies in every layer that uses the kernel for few rows, after `small_m_linear.install`.
+
+        A server that only prefills gets none.
+        """
+        methods, num_bytes = [], 0
+        for layer in drafter.modules() if runs_cycles() else ():
+            if not isinstance(layer, LinearBase) or type(layer.quant_method) is not FewRowsLinearMethod:
+                continue
+            weight = layer.weight.data
+            if weight.shape[1] % DEPTH == 0:
+                layer.quant_method = Int8LinearMethod(layer.quant_method, weight)
+                methods.append(layer.quant_method)
+                num_bytes += weight.numel()
+        if methods:
+            log_info_on_rank0(
+                logger,
+                f"{len(methods)} linear layers of the drafter read an int8 copy of their weights for up to {MAX_ROWS} "
+                f"rows, {num_bytes >> 20} MiB of each GPU.",
+            )
+        return cls(methods)
+
+    def weights_have_changed(self) -> None:
+        self._is_stale = True
+
+    def refresh(self) -> None:
+        """Copy the weights again if they have changed. Call it before the drafter runs."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        for method in self._methods:
+            method.copy_weight()
+
+
+def weights_have_changed() -> None:
+    """Note that weights of a drafter of this process may have changed.
+
+    Updates come in parts, so copies wait for the next forward of the drafter.
+    """
+    for weights in _installed:
+        weights.weights_have_changed()
