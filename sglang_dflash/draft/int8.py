@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Most rows that read the copy. More rows are bound by products, of which int8 parts need twice as many.
 MAX_ROWS = 64
-# Rows of a weight that are quantised at a time. That takes three times their memory in float32.
-_ROWS = 1024
+# Numbers of a weight that are quantised at a time. That takes three times their memory in float32.
+_NUMBERS = 1 << 22
 
 _installed: weakref.WeakSet[Int8Weights] = weakref.WeakSet()
 
@@ -52,8 +52,10 @@ class Int8LinearMethod(FewRowsLinearMethod):
 
     @torch.no_grad()
     def copy_weight(self) -> None:
-        for start in range(0, self._weight.shape[0], _ROWS):
-            rows = slice(start, start + _ROWS)
+        num_rows, size_k = self._weight.shape
+        step = max(1, _NUMBERS // size_k)
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
             self._numbers[rows], self._scales[rows] = quantize_columns(self._weight[rows])
 
 

@@ -7,12 +7,14 @@ import torch
 from resolving import asked
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
 from torch import nn
 
 from sglang_dflash import ops
 from sglang_dflash.draft import int8
+from sglang_dflash.engine.worker import DFlashWorker
 from sglang_dflash.ops import small_m_linear
 from sglang_dflash.ops.reference.linear_int8 import quantize_columns
 from sglang_dflash.requests import update_weights
@@ -107,11 +109,15 @@ def test_gated_mlp(publish_server, monkeypatch, int8_rows, most):
     for got, want in zip(after, before, strict=True):
         assert (got - want).norm() < 0.02 * want.norm()
     assert int8_rows == [1, 1, most, most]
+    # Activated by the kernel.
+    assert mlp.gate_up_proj(batches[0])[0].shape == (1, DEPTH)
 
 
 @pytest.mark.parametrize("updates", ["load", "rdma"])
-def test_updates(publish_server, updates):
+def test_updates(publish_server, monkeypatch, updates):
     """Copies follow the weights before the drafter runs again, in the same memory."""
+    # Weights are copied in parts.
+    monkeypatch.setattr(int8, "_NUMBERS", 40 * DEPTH)
     publish_server()
     layer, x = new_layer(), torch.randn(3, DEPTH)
     weights = install(layer)
@@ -128,3 +134,16 @@ def test_updates(publish_server, updates):
     weights.refresh()
     torch.testing.assert_close(layer(x)[0], -2 * before)
     assert (method._numbers.data_ptr(), method._scales.data_ptr()) == addresses
+
+
+@pytest.mark.parametrize("step", ["_prefill", "_decode"])
+def test_steps_refresh_copies(monkeypatch, step):
+    """A prompt enters the drafter's context by `fc`, so a prefill needs them too."""
+    calls = []
+    worker = DFlashWorker.__new__(DFlashWorker)
+    worker._serving = SimpleNamespace(draft_length=SimpleNamespace(begin_step=lambda is_decode: None))
+    worker._loaded = SimpleNamespace(int8_weights=SimpleNamespace(refresh=lambda: calls.append("refresh")))
+    monkeypatch.setattr(DFlashWorker, step, lambda *_: calls.append(step))
+    mode = ForwardMode.EXTEND if step == "_prefill" else ForwardMode.DECODE
+    worker.forward_batch_generation(SimpleNamespace(forward_mode=mode, is_extend_in_batch=False))
+    assert calls == ["refresh", step]
