@@ -8,6 +8,7 @@ code, only attention of trees is compiled, whose tiles are chosen by the GPU's s
 """
 
 import argparse
+import itertools
 import os
 import sys
 
@@ -23,6 +24,7 @@ from sglang_dflash.checkpoint.config import MAX_NODES
 from sglang_dflash.ops.kernels import attend_trees as trees
 from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
+from sglang_dflash.ops.kernels.linear_int8 import linear_int8
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
@@ -116,6 +118,10 @@ def compile_benchmarked(gpu: Gpu) -> None:
     if gpu.sm == 90:
         # More rows than two blocks have.
         linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
+        # Every tiling.
+        for rows, is_gated in itertools.product((16, 32, 64, 128), (False, True)):
+            weight8 = torch.zeros(256 * (1 + is_gated), 512, dtype=torch.int8)
+            linear_int8(torch.zeros(rows, 512).bfloat16(), weight8, torch.zeros(len(weight8)), is_gated)
         queries, keys, values = (
             torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2)
         )
