@@ -30,8 +30,9 @@ def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
     got, want = linear_int8(x, weight8, scales, is_gated), reference(x, weight8, scales, is_gated)
     assert got.dtype == dtype
     # Triton's interpreter truncates to bfloat16 where a GPU rounds. Both halves of a gated layer are rounded too.
+    # Where the parts' products cancel, float32's rounding remains.
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps if is_gated else 0)
+    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps if is_gated else eps / 16)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
