@@ -7,7 +7,6 @@ rounding of the weights (`ops.linear_int8`). Drafts rarely differ, and the targe
 from __future__ import annotations
 
 import logging
-import weakref
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -17,6 +16,7 @@ from torch import nn
 from sglang_dflash import ops
 from sglang_dflash.ops.reference.linear_int8 import DEPTH, quantize_columns
 from sglang_dflash.ops.small_m_linear import FewRowsLinearMethod
+from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,32 @@ MAX_ROWS = 64
 # Numbers of a weight that are quantised at a time. That takes three times their memory in float32.
 _NUMBERS = 1 << 22
 
-_installed: weakref.WeakSet[Int8Weights] = weakref.WeakSet()
+
+class Int8Copy(WeightCopy):
+    """Copy of a layer's weight.
+
+    Attributes:
+        numbers, scales: see :func:`sglang_dflash.ops.reference.linear_int8.quantize_columns`.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """
+        Args:
+            weight: [columns, depth].
+        """
+        super().__init__()
+        self._weight = weight
+        self.numbers = torch.empty_like(weight, dtype=torch.int8)
+        self.scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        num_rows, size_k = self._weight.shape
+        step = max(1, _NUMBERS // size_k)
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
+            self.numbers[rows], self.scales[rows] = quantize_columns(self._weight[rows])
 
 
 class Int8LinearMethod(FewRowsLinearMethod):
@@ -36,75 +61,34 @@ class Int8LinearMethod(FewRowsLinearMethod):
         """
         Args:
             few_rows: the method that the layer has.
-            weight: [columns, depth] of the layer. It may change: see :func:`weights_have_changed`.
+            weight: [columns, depth] of the layer.
         """
         super().__init__(max(few_rows.max_rows, MAX_ROWS), few_rows.is_gated)
-        self._weight = weight
-        # CUDA graphs hold the addresses.
-        self._numbers = torch.empty_like(weight, dtype=torch.int8)
-        self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-        self.copy_weight()
+        self._copy = Int8Copy(weight)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS:
             return super().apply(layer, x, bias)
-        return ops.linear_int8(x, self._numbers, self._scales, self.is_gated)
-
-    @torch.no_grad()
-    def copy_weight(self) -> None:
-        num_rows, size_k = self._weight.shape
-        step = max(1, _NUMBERS // size_k)
-        for start in range(0, num_rows, step):
-            rows = slice(start, start + step)
-            self._numbers[rows], self._scales[rows] = quantize_columns(self._weight[rows])
+        return ops.linear_int8(x, self._copy.numbers, self._copy.scales, self.is_gated)
 
 
-class Int8Weights:
-    """Int8 copies of the drafter's linear layers. A drafter without any has none to refresh."""
+def install(drafter: nn.Module) -> None:
+    """Install copies in every layer that uses the kernel for few rows, after `small_m_linear.install`.
 
-    def __init__(self, methods: list[Int8LinearMethod]) -> None:
-        self._methods, self._is_stale = methods, False
-        _installed.add(self)
-
-    @classmethod
-    def install(cls, drafter: nn.Module) -> Int8Weights:
-        """Install copies in every layer that uses the kernel for few rows, after `small_m_linear.install`.
-
-        A server that only prefills gets none.
-        """
-        methods, num_bytes = [], 0
-        for layer in drafter.modules() if runs_cycles() else ():
-            if not isinstance(layer, LinearBase) or type(layer.quant_method) is not FewRowsLinearMethod:
-                continue
-            weight = layer.weight.data
-            if weight.shape[1] % DEPTH == 0:
-                layer.quant_method = Int8LinearMethod(layer.quant_method, weight)
-                methods.append(layer.quant_method)
-                num_bytes += weight.numel()
-        if methods:
-            log_info_on_rank0(
-                logger,
-                f"{len(methods)} linear layers of the drafter read an int8 copy of their weights for up to {MAX_ROWS} "
-                f"rows, {num_bytes >> 20} MiB of each GPU.",
-            )
-        return cls(methods)
-
-    def weights_have_changed(self) -> None:
-        self._is_stale = True
-
-    def refresh(self) -> None:
-        """Copy the weights again if they have changed. Call it before the drafter runs."""
-        if not self._is_stale:
-            return
-        self._is_stale = False
-        for method in self._methods:
-            method.copy_weight()
-
-
-def weights_have_changed() -> None:
-    """Note that weights of a drafter of this process may have changed.
-
-    Updates come in parts, so copies wait for the next forward of the drafter.
+    A server that only prefills gets none.
     """
-    for weights in _installed:
-        weights.weights_have_changed()
+    num_layers, num_bytes = 0, 0
+    for layer in drafter.modules() if runs_cycles() else ():
+        if not isinstance(layer, LinearBase) or type(layer.quant_method) is not FewRowsLinearMethod:
+            continue
+        weight = layer.weight.data
+        if weight.shape[1] % DEPTH == 0:
+            layer.quant_method = Int8LinearMethod(layer.quant_method, weight)
+            num_layers += 1
+            num_bytes += weight.numel()
+    if num_layers:
+        log_info_on_rank0(
+            logger,
+            f"{num_layers} linear layers of the drafter read an int8 copy of their weights for up to {MAX_ROWS} rows, "
+            f"{num_bytes >> 20} MiB of each GPU.",
+        )

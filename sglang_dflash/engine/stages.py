@@ -33,9 +33,9 @@ from sglang_dflash import cpu_support
 from sglang_dflash.attention.plan import chain_attention, prepare_chains
 from sglang_dflash.attention.trees import TreeAttentionBackend, memory_obstacle, tree_obstacle
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
+from sglang_dflash.draft import int8
 from sglang_dflash.draft.bigrams import Bigrams
 from sglang_dflash.draft.head import DraftHead
-from sglang_dflash.draft.int8 import Int8Weights
 from sglang_dflash.draft.texts import Texts
 from sglang_dflash.draft.window import DraftWindow
 from sglang_dflash.engine.adaptive.controller import (
@@ -77,7 +77,6 @@ class LoadedModels:
         asks_for_trees: the user asked for trees, so that an obstacle is an error.
         asks_for_adaptive: the same of an adaptive draft length.
         head: the drafter's lm_head.
-        int8_weights: copies of the drafter's linear layers.
         sampler: chooses tokens for requests that need SGLang's sampler.
         bigrams: pairs of tokens in the texts of all running requests; None for a server without cycles.
         texts: of all running requests; None for chains.
@@ -92,7 +91,6 @@ class LoadedModels:
     asks_for_trees: bool
     asks_for_adaptive: bool
     head: DraftHead
-    int8_weights: Int8Weights
     sampler: FallbackSampler
     bigrams: Bigrams | None
     texts: Texts | None
@@ -115,6 +113,7 @@ class LoadedModels:
             else:
                 is_adapted = model is target_model and target_runner.lora_manager is not None
                 add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0 and not is_adapted)
+        int8.install(draft_model)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size
@@ -132,7 +131,6 @@ class LoadedModels:
             asks_for_trees=for_trees and asks_for_trees(server_args),
             asks_for_adaptive=asks_for_adaptive(server_args),
             head=DraftHead.of(draft_model, lm_head, tp_group, num_candidates(server_args), for_trees),
-            int8_weights=Int8Weights.install(draft_model),
             sampler=FallbackSampler(target_runner, num_slots, tp_group, keys),
             bigrams=Bigrams(num_slots, device) if runs_cycles() else None,
             texts=Texts(num_slots, target_runner.model_config.vocab_size, device) if for_trees else None,

@@ -112,7 +112,7 @@ class DFlashWorker(BaseSpecWorker):
             pp_proxy_tensors: of pipeline parallelism, which is refused.
         """
         self._serving.draft_length.begin_step(batch.forward_mode.is_decode())
-        self._loaded.int8_weights.refresh()
+        weight_copy.refresh()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
@@ -180,7 +180,6 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Run one decode cycle: draft, verify, accept, append."""
         loaded, cycle, states = self._loaded, self._built.cycle, self._pools.states
-        weight_copy.refresh()
         # Requests whose tokens the cycle cannot choose, as indices in the batch.
         fallback = loaded.sampler.needs_fallback(batch)
         is_overlapped = on_publish is not None

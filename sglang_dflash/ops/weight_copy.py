@@ -14,7 +14,7 @@ _are_stale = False
 class WeightCopy(ABC):
     """Copy of a weight of this process. CUDA graphs hold its address, so it is filled in place.
 
-    Updates of weights come in parts, so a copy waits for the next cycle.
+    Updates of weights come in parts, so a copy waits for the next step.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ def weights_have_changed() -> None:
 
 @torch.no_grad()
 def refresh() -> None:
-    """Make all copies again if weights have changed. Call it before a cycle."""
+    """Make all copies again if weights have changed. Call it before a step."""
     global _are_stale
     if not _are_stale:
         return

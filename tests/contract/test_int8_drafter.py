@@ -15,7 +15,7 @@ from torch import nn
 from sglang_dflash import ops
 from sglang_dflash.draft import int8
 from sglang_dflash.engine.worker import DFlashWorker
-from sglang_dflash.ops import small_m_linear
+from sglang_dflash.ops import small_m_linear, weight_copy
 from sglang_dflash.ops.reference.linear_int8 import quantize_columns
 from sglang_dflash.requests import update_weights
 
@@ -44,10 +44,10 @@ def new_layer(depth: int = DEPTH) -> ReplicatedLinear:
     return layer
 
 
-def install(*layers: nn.Module) -> int8.Int8Weights:
+def install(*layers: nn.Module) -> None:
     drafter = nn.Sequential(*layers)
     small_m_linear.install(drafter)
-    return int8.Int8Weights.install(drafter)
+    int8.install(drafter)
 
 
 @pytest.mark.parametrize(
@@ -120,20 +120,20 @@ def test_updates(publish_server, monkeypatch, updates):
     monkeypatch.setattr(int8, "_NUMBERS", 40 * DEPTH)
     publish_server()
     layer, x = new_layer(), torch.randn(3, DEPTH)
-    weights = install(layer)
-    before, method = layer(x)[0], layer.quant_method
-    addresses = method._numbers.data_ptr(), method._scales.data_ptr()
+    install(layer)
+    before, copied = layer(x)[0], layer.quant_method._copy
+    addresses = copied.numbers.data_ptr(), copied.scales.data_ptr()
     layer.weight.data.mul_(-2)
-    weights.refresh()
+    weight_copy.refresh()
     assert torch.equal(layer(x)[0], before)
     if updates == "load":
         update_weights._weights_have_changed()
     else:
         scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(is_dflash=lambda: True))
         update_weights.end_weight_update(lambda *_: None, SimpleNamespace(scheduler=scheduler), None)
-    weights.refresh()
+    weight_copy.refresh()
     torch.testing.assert_close(layer(x)[0], -2 * before)
-    assert (method._numbers.data_ptr(), method._scales.data_ptr()) == addresses
+    assert (copied.numbers.data_ptr(), copied.scales.data_ptr()) == addresses
 
 
 @pytest.mark.parametrize("step", ["_prefill", "_decode"])
@@ -142,7 +142,7 @@ def test_steps_refresh_copies(monkeypatch, step):
     calls = []
     worker = DFlashWorker.__new__(DFlashWorker)
     worker._serving = SimpleNamespace(draft_length=SimpleNamespace(begin_step=lambda is_decode: None))
-    worker._loaded = SimpleNamespace(int8_weights=SimpleNamespace(refresh=lambda: calls.append("refresh")))
+    monkeypatch.setattr(weight_copy, "refresh", lambda: calls.append("refresh"))
     monkeypatch.setattr(DFlashWorker, step, lambda *_: calls.append(step))
     mode = ForwardMode.EXTEND if step == "_prefill" else ForwardMode.DECODE
     worker.forward_batch_generation(SimpleNamespace(forward_mode=mode, is_extend_in_batch=False))
