@@ -2,6 +2,8 @@
 
 A cycle of few requests is bound by reading weights, and the copy has half the bytes. Its products are exact up to the
 rounding of the weights (`ops.linear_int8`). Drafts rarely differ, and the target decides what is committed.
+
+`fc` keeps its own weights. With int8 weights of `fc` too, three times as many drafts of the SmolLM2 pair change.
 """
 
 from __future__ import annotations
@@ -14,15 +16,13 @@ from sglang.srt.utils import log_info_on_rank0
 from torch import nn
 
 from sglang_dflash import ops
-from sglang_dflash.ops.reference.linear_int8 import DEPTH, quantize_columns
+from sglang_dflash.ops.reference.linear_int8 import DEPTH, max_rows, quantize_columns
 from sglang_dflash.ops.small_m_linear import FewRowsLinearMethod
 from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
 
 logger = logging.getLogger(__name__)
 
-# Most rows that read the copy. More rows are bound by products, of which int8 parts need twice as many.
-MAX_ROWS = 64
 # Numbers of a weight that are quantised at a time. That takes three times their memory in float32.
 _NUMBERS = 1 << 22
 
@@ -63,22 +63,26 @@ class Int8LinearMethod(FewRowsLinearMethod):
             few_rows: the method that the layer has.
             weight: [columns, depth] of the layer.
         """
-        super().__init__(max(few_rows.max_rows, MAX_ROWS), few_rows.is_gated)
+        super().__init__(few_rows.max_rows, few_rows.is_gated)
+        self._copied_rows = max_rows(few_rows.is_gated)
         self._copy = Int8Copy(weight)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS:
+        if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self._copied_rows:
             return super().apply(layer, x, bias)
         return ops.linear_int8(x, self._copy.numbers, self._copy.scales, self.is_gated)
 
 
-def install(drafter: nn.Module) -> None:
-    """Install copies in every layer that uses the kernel for few rows, after `small_m_linear.install`.
+def install(layers: nn.Module) -> None:
+    """Install copies in every linear layer that uses the kernel for few rows, after `small_m_linear.install`.
 
     A server that only prefills gets none.
+
+    Args:
+        layers: the drafter's decoder layers.
     """
     num_layers, num_bytes = 0, 0
-    for layer in drafter.modules() if runs_cycles() else ():
+    for layer in layers.modules() if runs_cycles() else ():
         if not isinstance(layer, LinearBase) or type(layer.quant_method) is not FewRowsLinearMethod:
             continue
         weight = layer.weight.data
@@ -89,6 +93,6 @@ def install(drafter: nn.Module) -> None:
     if num_layers:
         log_info_on_rank0(
             logger,
-            f"{num_layers} linear layers of the drafter read an int8 copy of their weights for up to {MAX_ROWS} rows, "
+            f"{num_layers} linear layers of the drafter read int8 copies of their weights for few rows, "
             f"{num_bytes >> 20} MiB of each GPU.",
         )

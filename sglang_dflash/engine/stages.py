@@ -113,7 +113,7 @@ class LoadedModels:
             else:
                 is_adapted = model is target_model and target_runner.lora_manager is not None
                 add_norm.install(model, follows_few_rows=small_m_linear.install(model) > 0 and not is_adapted)
-        int8.install(draft_model)
+        int8.install(draft_model.layers)
         if get_exec().features.enable_return_hidden_states:
             capture_last_hidden_states(target_model)
         tp_group, block_size = get_parallel().tp_group, get_spec().speculative_dflash_block_size

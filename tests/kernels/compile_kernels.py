@@ -8,7 +8,6 @@ code, only attention of trees is compiled, whose tiles are chosen by the GPU's s
 """
 
 import argparse
-import itertools
 import os
 import sys
 
@@ -23,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from sglang_dflash.checkpoint.config import MAX_NODES
 from sglang_dflash.ops.kernels import attend_trees as trees
 from sglang_dflash.ops.kernels import fp8, pdl
+from sglang_dflash.ops.kernels.argmax_product import argmax_product
 from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 from sglang_dflash.ops.kernels.linear_int8 import linear_int8
 
@@ -119,9 +119,12 @@ def compile_benchmarked(gpu: Gpu) -> None:
         # More rows than two blocks have.
         linear_few_rows(torch.zeros(128, 256).bfloat16(), torch.zeros(384, 256).bfloat16(), is_gated=True)
         # Every tiling.
-        for rows, is_gated in itertools.product((16, 32, 64, 128), (False, True)):
+        for rows, is_gated in ((32, False), (32, True), (64, True)):
             weight8 = torch.zeros(256 * (1 + is_gated), 512, dtype=torch.int8)
             linear_int8(torch.zeros(rows, 512).bfloat16(), weight8, torch.zeros(len(weight8)), is_gated)
+        weight, numbers = torch.zeros(256, 512).bfloat16(), torch.zeros(256, 512, dtype=torch.int8)
+        for rows in (16, 32, 64, 128):
+            argmax_product(torch.zeros(rows, 512).bfloat16(), weight, numbers, *torch.ones(2, 256).unbind())
         queries, keys, values = (
             torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2)
         )

@@ -3,7 +3,7 @@ import torch
 
 from sglang_dflash.ops.kernels.linear_int8 import launch, linear_int8
 from sglang_dflash.ops.reference.linear_int8 import linear_int8 as reference
-from sglang_dflash.ops.reference.linear_int8 import quantize_columns
+from sglang_dflash.ops.reference.linear_int8 import max_rows, quantize_columns
 
 
 def operands(rows: int, columns: int, depth: int, is_gated: bool, dtype: torch.dtype, device: str):
@@ -23,10 +23,10 @@ def operands(rows: int, columns: int, depth: int, is_gated: bool, dtype: torch.d
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"),
-    [(1, 1, 256), (3, 200, 256), (16, 64, 512), (17, 130, 768), (33, 65, 1024), (64, 63, 256), (128, 70, 512)],
+    [(1, 1, 256), (3, 200, 256), (16, 64, 512), (17, 130, 768), (32, 65, 1024), (64, 63, 256)],
 )
 def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
-    x, _, weight8, scales = operands(rows, columns, depth, is_gated, dtype, device)
+    x, _, weight8, scales = operands(min(rows, max_rows(is_gated)), columns, depth, is_gated, dtype, device)
     got, want = linear_int8(x, weight8, scales, is_gated), reference(x, weight8, scales, is_gated)
     assert got.dtype == dtype
     # Triton's interpreter truncates to bfloat16 where a GPU rounds. Both halves of a gated layer are rounded too.
@@ -39,7 +39,7 @@ def test_matches_reference(rows, columns, depth, is_gated, dtype, device):
 def test_any_tiles(is_gated, device):
     x, _, weight8, scales = operands(20, 150, 512, is_gated, torch.float16, device)
     want = reference(x, weight8, scales, is_gated)
-    for tiles in [(32, 512, 4, 3), (64, 128, 8, 4), (128, 256, 8, 3)]:
+    for tiles in [(32, 512, 4, 3), (64, 128, 8, 4), (128, 128, 8, 3)]:
         torch.testing.assert_close(launch(x, weight8, scales, is_gated, *tiles), want, rtol=2**-8, atol=2**-8)
 
 
@@ -58,7 +58,7 @@ def test_copy_is_close(device):
     assert weight8.abs().amax(dim=-1).tolist() == [127 * (i != 32) for i in range(64)]
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(129, 256), (16, 128), (16, 300)])
+@pytest.mark.parametrize(("rows", "depth"), [(33, 256), (16, 128), (16, 300)])
 def test_unsupported_shapes_are_refused(rows, depth, device):
     weight8 = torch.zeros(64, depth, dtype=torch.int8, device=device)
     with pytest.raises(AssertionError):

@@ -23,7 +23,7 @@ _TILE = 128
 # Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
 _MIN_ROWS, _MAX_ROWS = 16, 128
 # Per maximum of rows in a tile: depth read at a time, stages, warps. The fastest of those measured.
-_TILINGS = {32: (256, 4, 4), 64: (128, 6, 4), _MAX_ROWS: (128, 4, 8)}
+_TILINGS = {16: (128, 5, 4), 32: (128, 4, 4), 64: (128, 3, 8), _MAX_ROWS: (128, 4, 8)}
 # Weights of each column of a group that are read at a time.
 _NUMBERS, _WARPS = 1024, 8
 
@@ -59,15 +59,18 @@ def _bounds_kernel(
     is_column = column < num_columns
     row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    high_sum = tl.zeros((TILE, ROWS), tl.int32)
-    low_sum = tl.zeros((TILE, ROWS), tl.int32)
-    low_parts = parts + num_rows.to(tl.int64) * size_k
+    # High and low part of a row are neighbours.
+    part = tl.arange(0, 2 * ROWS)
+    part_row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + part // 2
+    is_part = part_row < num_rows
+    part_start = ((part % 2) * num_rows.to(tl.int64) + part_row) * size_k
+    sums = tl.zeros((TILE, 2 * ROWS), tl.int32)
     for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
         k = start + tl.arange(0, DEPTH)
         numbers = tl.load(weight8 + column[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0)
-        at = row[None, :] * size_k + k[:, None]
-        high_sum = tl.dot(numbers, tl.load(parts + at, mask=is_row[None, :], other=0), high_sum, out_dtype=tl.int32)
-        low_sum = tl.dot(numbers, tl.load(low_parts + at, mask=is_row[None, :], other=0), low_sum, out_dtype=tl.int32)
+        rows = tl.load(parts + part_start[None, :] + k[:, None], mask=is_part[None, :], other=0)
+        sums = tl.dot(numbers, rows, sums, out_dtype=tl.int32)
+    high_sum, low_sum = tl.split(tl.reshape(sums, (TILE, ROWS, 2)))
     column_scale = tl.load(scales + column, mask=is_column, other=0.0)[:, None]
     total = high_sum.to(tl.float32) + low_sum.to(tl.float32) / LOW_STEPS
     total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]

@@ -15,14 +15,14 @@ import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.split_rows import split_rows
-from sglang_dflash.ops.reference.linear_int8 import DEPTH, MAX_ROWS
+from sglang_dflash.ops.reference.linear_int8 import DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
 from sglang_dflash.ops.reference.split_rows import LOW_STEPS
 
 # Smallest tile of rows. Its parts are twice as many, the least that Triton multiplies.
 _MIN_TILE_ROWS = 8
 # Per most rows: columns, depth, warps and stages of a tile. A stage of a gated layer has two tiles of weights.
-_TILINGS = {16: (64, 256, 4, 6), 32: (64, 256, 4, 6), 64: (64, 256, 4, 4), MAX_ROWS: (64, 128, 8, 4)}
-_GATED_TILINGS = {16: (64, 256, 4, 4), 32: (64, 256, 4, 4), 64: (64, 128, 8, 4), MAX_ROWS: (64, 128, 8, 4)}
+_TILINGS = {MAX_ROWS: (64, 256, 4, 6)}
+_GATED_TILINGS = {32: (64, 128, 4, 4), MAX_GATED_ROWS: (64, 128, 8, 3)}
 # Bytes of each column's weights that are brought to the L2 cache early, and of a line of it.
 _EARLY_BYTES, _LINE = 1024, tl.constexpr(128)
 
@@ -109,7 +109,7 @@ def _linear_int8_kernel(
 
 def linear_int8(x: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """See :func:`sglang_dflash.ops.reference.linear_int8.linear_int8`."""
-    assert x.shape[0] <= MAX_ROWS and x.shape[1] % DEPTH == 0
+    assert x.shape[0] <= max_rows(is_gated) and x.shape[1] % DEPTH == 0
     tilings = _GATED_TILINGS if is_gated else _TILINGS
     tiles = next(tiles for most, tiles in tilings.items() if x.shape[0] <= most)
     return launch(x, weight8, scales, is_gated, *tiles)

@@ -7,9 +7,15 @@ from torch.nn import functional
 
 from sglang_dflash.ops.reference.split_rows import LARGEST, LOW_STEPS, split_rows
 
-# Most rows, and what the input's columns are a multiple of.
-MAX_ROWS = 128
+# Most rows: more are faster with bfloat16 weights.
+MAX_ROWS, MAX_GATED_ROWS = 32, 64
+# The input's columns are a multiple of this.
 DEPTH = 256
+
+
+def max_rows(is_gated: bool) -> int:
+    """Return the most rows that :func:`linear_int8` takes."""
+    return MAX_GATED_ROWS if is_gated else MAX_ROWS
 
 
 def quantize_columns(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +37,7 @@ def linear_int8(x: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, is
     """Multiply x by the transpose of a weight in int8, with exact sums of int8 products.
 
     Args:
-        x: [rows, depth] bfloat16 or float16, at most MAX_ROWS rows. Rows may be strided, columns not. The depth is a
+        x: [rows, depth] bfloat16 or float16, at most :func:`max_rows`. Rows may be strided, columns not. The depth is a
             multiple of DEPTH. Rows enter as :func:`sglang_dflash.ops.reference.split_rows.split_rows` splits them.
         weight8: [columns, depth] int8, contiguous. If gated [2 * columns, depth], gate before up.
         scales: [columns] or [2 * columns] float32. With `weight8`, the results of :func:`quantize_columns`.
