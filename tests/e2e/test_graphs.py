@@ -7,6 +7,8 @@ from grammars import FUNCTIONS
 from serving import PLAIN_SYNC, TWO_CORES, Settings, assert_same_answers, trees, with_plugin
 from various import KINDS, various_requests
 
+from sglang_dflash.ops.reference.argmax_product import MAX_ROWS
+
 pytestmark = pytest.mark.cpu(reason="on a GPU there are CUDA graphs")
 
 PLUGIN = with_plugin("eager_graphs")
@@ -37,12 +39,12 @@ TREES = Settings(
     env=PLUGIN + TWO_CORES,
     plain=PLAIN_SYNC,
 )
-# Trees by default: of 16 nodes, and of 32 in batches of up to 4 requests, half of the largest.
+# Trees by default: of 16 nodes, and of 32 in batches of up to 4 requests, half of the largest. The lm_head has copies.
 GROWN = Settings(
     "graphs-grown",
     flags=FLAGS,
     dflash_flags=(("speculative-adaptive", True),),
-    env=with_plugin("eager_graphs", "default_trees"),
+    env=with_plugin("eager_graphs", "default_trees", "weight_copies"),
     plain=PLAIN_SYNC,
 )
 # The cycle handles the first request, and samples the last; the others need SGLang's sampler, two requests at a time.
@@ -107,4 +109,8 @@ def test_lossless(keeper, prompts, mixed_prompts, settings, num_rows):
     assert re.search(r"[1-9]\d* linear layers use the kernel for up to 64 rows", log)
     assert re.search(r"[1-9]\d* norms use the kernel that adds the residual", log)
     assert ("Chains have our attention." in log) == (settings is NOT_PADDED)
-    assert ("in shards" in log) == (settings in (ADAPTIVE, TREES))
+    # Cycles of greedy requests have graphs without all logits: with shards of them, or with bounds of few rows.
+    assert ("greedy" in log) == (settings is not NOT_PADDED)
+    bounded = {int(rows) for rows in re.findall(r"Greedy tokens of (\d+) rows are found by bounds", log)}
+    captured = {bs * int(rows) for rows, of_rows in sizes.items() for bs in of_rows}
+    assert bounded == ({rows for rows in captured if rows <= MAX_ROWS} if settings is GROWN else set())

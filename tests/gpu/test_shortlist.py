@@ -173,7 +173,8 @@ def test_drafts_before_and_after_an_update(shape, ranks, folder, engines):
     if shape == "chains":
         arguments["speculative_eagle_topk"] = 1
     env = {"LM_HEAD_DRAFTS": str(folder / "drafts.json")} | NCCL
-    config = EngineConfig(f"shortlist-tp{ranks}-{shape}", arguments, env, ("lm_head_drafts",))
+    plugins = ("lm_head_drafts", "weight_copies") if ON_CPU else ("lm_head_drafts",)
+    config = EngineConfig(f"shortlist-tp{ranks}-{shape}", arguments, env, plugins)
 
     before = check(engines, config, WALKS[0], [])
     for copy in ("Drafts are chosen by a copy of the lm_head in float8", "Greedy tokens are chosen by a copy"):

@@ -14,19 +14,9 @@ import torch
 DRAFTS = os.environ.get("LM_HEAD_DRAFTS")
 
 
-def use_shortlists() -> None:
-    """Have a CPU choose drafts by shortlists, of lm_heads of any size and dtype, as a GPU does of large ones."""
-    from sglang_dflash.vocab import copied
-
-    copied._MIN_NUMBERS = 0
-    copied.small_m_linear.is_measured = lambda weight: True
-
-
 def register():
     if DRAFTS is None:
         return
-    if not torch.cuda.is_available():
-        use_shortlists()
     from sglang.srt.distributed import get_tp_group
 
     from sglang_dflash.engine.cycle import DecodeCycle
