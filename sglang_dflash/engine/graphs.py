@@ -298,6 +298,7 @@ class CycleGraphRunner(DecodeCudaGraphRunner):
         """Return the duration of a replay, for requests without a context and each with its own bonus token.
 
         Requests with one token would share the experts of a mixture, and a large batch would look faster than it is.
+        The graph computes all logits. That of greedy requests is up to 3 % faster for few rows.
         """
         block = self._block.take(bs, self._draft_length)
         step = self.model_runner.model_config.vocab_size // bs

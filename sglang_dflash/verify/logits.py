@@ -42,11 +42,17 @@ class VerifyLogits:
 
     def __init__(self, target_model: nn.Module, tp_group: GroupCoordinator) -> None:
         processors = [module for module in target_model.modules() if isinstance(module, LogitsProcessor)]
-        # A soft cap is applied to the float32 copy, and needs its precision.
+        # A soft cap is applied to the float32 copy, and needs its precision. Gemma 4 changes capped logits afterwards.
         self._processors = [processor for processor in processors if processor.final_logit_softcapping is None]
         _targets.update(self._processors)
         lm_head = target_model.lm_head
-        is_plain = bool(processors) and self._processors == processors and isinstance(lm_head, VocabParallelEmbedding)
+        is_plain = (
+            bool(processors)
+            and self._processors == processors
+            and isinstance(lm_head, VocabParallelEmbedding)
+            # Logits of a padded vocabulary are cut.
+            and all(lm_head.num_embeddings == processor.vocab_size for processor in processors)
+        )
         self._has_shards = is_plain and all(map(_is_gathered, processors))
         self._head = None
         # Every logit is in one shard, or some would be of other ranks' tokens.
@@ -106,7 +112,12 @@ def _is_gathered(processor: LogitsProcessor) -> bool:
 
 def _are_products(processor: LogitsProcessor) -> bool:
     """Return whether logits are products with the lm_head, rounded to its dtype."""
-    return processor.logit_scale is None and not (processor.use_fp32_lm_head or processor.use_fp32_lm_head_output)
+    return (
+        # Others compute something else.
+        type(processor) is LogitsProcessor
+        and processor.logit_scale is None
+        and not (processor.use_fp32_lm_head or processor.use_fp32_lm_head_output)
+    )
 
 
 def skip_lm_head(

@@ -2,7 +2,7 @@
 
 The target writes a walk through its vocabulary: the token after t is `step * t + shift`. Its layers add nothing to
 embeddings of ones and minus ones, and a row of its lm_head is the embedding of the token before. So no token of the
-target is near a tie. The drafter's hidden states are rows of the lm_head of a known text
+target is near a tie, and the int8 copy is exact. The drafter's hidden states are rows of the lm_head of a known text
 (`tests/plugins/lm_head_drafts.py`). All of it is accepted if the lm_head's best tokens are found.
 """
 

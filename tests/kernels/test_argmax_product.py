@@ -60,6 +60,17 @@ def test_first_of_equal_columns(device):
     assert columns.tolist() == [130] * 4
 
 
+def test_first_of_equal_columns_with_a_low_bound(device):
+    """A group whose bound is the best product, rounded, may have the same product in a lower column."""
+    x, weight = torch.ones(1, 1024, device=device), torch.zeros(3 * GROUP, 1024, device=device)
+    weight[3], weight[2 * GROUP], weight[2 * GROUP, 0] = 1, 0.90625, 97
+    x, weight = x.bfloat16(), weight.bfloat16()
+    assert set(reference(x, weight[[3, 2 * GROUP]], *[None] * 3)[0].tolist()) == {1024.0}
+    maxima, columns = argmax_product(x, weight, *quantize_randomly(weight, torch.Generator(device)))
+    assert maxima.tolist() == [1024.0]
+    assert columns.tolist() == [3]
+
+
 def test_strided_rows(device):
     x, *others = operands(6, 300, 256, torch.float16, device)
     _, columns = argmax_product(x.repeat(1, 2)[:, :256], *others)
@@ -77,13 +88,51 @@ def test_errors_of_the_copy_decide_nothing(device):
     assert torch.equal(argmax_product(x, weight, numbers, scales, norms)[1], expected)
 
 
+def test_error_of_x_counts(device):
+    """The best column of a row whose small numbers are lost in its parts is found."""
+    columns, depth = 5 * GROUP, 4096
+    x = torch.full((1, depth), 0.0149, device=device)
+    x[0, 0] = 1000
+    weight = torch.zeros(columns, depth, device=device)
+    # A product of 61, which is 0 in the copy's, and one of 50, which is exact.
+    weight[3 * GROUP, 1:] = 1
+    weight[7, 0] = 0.05
+    x, weight = x.half(), weight.half()
+    copied = quantize_randomly(weight, torch.Generator(device))
+    assert argmax_product(x, weight, *copied)[1].tolist() == [3 * GROUP]
+
+
+def test_groups_below_the_best_are_not_read(device):
+    x, weight, *_ = operands(16, 640, 512, torch.float16, device)
+    x = x.abs()
+    others = quantize_randomly(weight, torch.Generator(device))
+    expected = argmax_product(x, weight, *others)
+    products = x.float() @ weight.float().T
+    # The bound of the weights' error, and twice of it for that of x.
+    bounds = products + 3 * CONFIDENCE * others[1] * x.float().norm(dim=-1, keepdim=True)
+    is_low = (bounds < products.amax(dim=-1, keepdim=True)).all(dim=0).view(-1, GROUP).all(dim=-1)
+    assert is_low.float().mean() > 0.2
+    weight.view(-1, GROUP, weight.shape[1])[is_low] = 100
+    for got, want in zip(argmax_product(x, weight, *others), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_all_groups_may_be_visited(device):
-    """Columns with the same product, as those of a row of zeros, are all computed."""
+    """No product reaches its bound, so that each group has to be computed."""
+    x, weight, *_ = operands(3, 10 * GROUP + 3, 256, torch.bfloat16, device)
+    x[:, 128:], weight[:, :128] = 0, 0
+    weight[9 * GROUP + 5, 0], x[:, 0] = 2**-8, 1
+    maxima, columns = argmax_product(x, weight, *quantize_randomly(weight, torch.Generator(device)))
+    assert maxima.tolist() == [2**-8] * 3
+    assert columns.tolist() == [9 * GROUP + 5] * 3
+
+
+def test_row_of_zeros(device):
     x, weight, *others = operands(3, 10 * GROUP + 3, 256, torch.bfloat16, device)
-    x.zero_()
+    x[1] = 0
     maxima, columns = argmax_product(x, weight, *others)
-    assert maxima.tolist() == [0.0] * 3
-    assert columns.tolist() == [0] * 3
+    assert maxima[1] == 0 and columns[1] == 0
+    assert torch.equal(columns, reference(x, weight, *others)[1])
 
 
 def test_only_infinities_and_nan(device):

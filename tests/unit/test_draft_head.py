@@ -24,6 +24,7 @@ from models.tiny import TARGET_DIR
 from sglang_dflash.draft import shortlist
 from sglang_dflash.draft.head import DraftHead
 from sglang_dflash.ops import weight_copy
+from sglang_dflash.verify import logits as verify_logits
 from sglang_dflash.verify.logits import VerifyLogits, skip_lm_head
 from sglang_dflash.vocab import bounded, copied
 from sglang_dflash.vocab.argmax import VocabArgmax, pack, unpack
@@ -39,6 +40,15 @@ CANDIDATES = 16
 SHORTLISTED, OF_VOCABULARY = 8, 4096
 # Most rows whose logits are bounded, and a factor of the logits.
 GREEDY = [(NUM_ROWS, None), (NUM_ROWS - 1, None), (NUM_ROWS, 2.0)]
+# Attributes of a processor whose logits are no products with the lm_head, rounded to its dtype.
+OTHER_LOGITS = [
+    {"logit_scale": 2.0},
+    {"final_logit_softcapping": 30.0},
+    {"use_fp32_lm_head": True},
+    {"use_fp32_lm_head_output": True},
+    {"vocab_size": OF_VOCABULARY - 1},
+    {"__class__": type("OtherProcessor", (LogitsProcessor,), {})},
+]
 
 
 def logits_of(vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,6 +122,29 @@ def greedy_tokens(logits: torch.Tensor, max_rows: int, logit_scale: float | None
     return verified.argmax(found), found is hidden_states
 
 
+def are_bounded(lm_head: nn.Module, attributes: dict, num_processors: int = 1) -> bool:
+    target = nn.Module()
+    target.lm_head = lm_head
+    for i in range(num_processors):
+        processor = LogitsProcessor(SimpleNamespace(vocab_size=OF_VOCABULARY))
+        for name, value in attributes.items():
+            setattr(processor, name, value)
+        setattr(target, f"logits_processor_{i}", processor)
+    return VerifyLogits(target, get_tp_group())._head is not None
+
+
+def which_are_bounded() -> dict:
+    """Return of several targets whether their logits are bounded."""
+    lm_head = lm_head_of(logits_of(OF_VOCABULARY, torch.bfloat16), 0)
+    found = {str(attributes): are_bounded(lm_head, attributes) for attributes in ({}, *OTHER_LOGITS)}
+    found["two processors"] = are_bounded(lm_head, {}, num_processors=2)
+    found["another module"] = are_bounded(nn.Linear(NUM_ROWS, OF_VOCABULARY), {})
+    verify_logits.runs_cycles, original = lambda: False, verify_logits.runs_cycles
+    found["only prefills"] = are_bounded(lm_head, {})
+    verify_logits.runs_cycles = original
+    return found
+
+
 def of_trees_and_chains(head: DraftHead, hidden_states: torch.Tensor) -> tuple[tuple, tuple]:
     """Return what `DraftHead.candidates` returns for trees, and then for chains alone."""
     of_trees = head.candidates(hidden_states, NUM_ROWS)
@@ -168,6 +201,7 @@ def serve_rank(rank: int, world_size: int, folder: str) -> None:
     logits = with_some_best(logits_of(OF_VOCABULARY, torch.bfloat16))
     bounded.DEPTH = 1
     drafts["greedy"] = [greedy_tokens(logits_of(OF_VOCABULARY, torch.bfloat16), *case) for case in GREEDY]
+    drafts["bounded"] = which_are_bounded()
     drafts["shortlist"] = draft_by_shortlist(logits, logits.roll(1, dims=0))
     torch.save(drafts, f"{folder}/{rank}")
 
@@ -217,6 +251,13 @@ def test_every_rank_has_the_greedy_tokens(ranks, world_size):
         tokens, are_bounded = zip(*drafts["greedy"], strict=True)
         assert [of_case.tolist() for of_case in tokens] == [expected] * len(GREEDY)
         assert are_bounded == (True, False, False)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_only_products_are_bounded(ranks, world_size):
+    for drafts in ranks(world_size):
+        bounded = [name for name, is_bounded in drafts["bounded"].items() if is_bounded]
+        assert bounded == ["{}", "two processors"]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -111,9 +111,12 @@ def _best_column_kernel(
     keys = to_ordered(bound.to(maxima.dtype.element_ty).to(tl.float32))
     keys = tl.where(bound > float("-inf"), keys, LOWEST)
     best = float("-inf")
-    best_column = tl.full((), 0, tl.int32)
+    best_column = tl.full((), NO_COLUMN, tl.int32)
     key, first, keys = pop(keys, group)
-    while key != LOWEST and from_ordered(key) >= best:
+    # Of groups with the same bound, the first is visited first. A tie matters in lower columns only.
+    while (key != LOWEST) & (
+        (from_ordered(key) > best) | ((from_ordered(key) == best) & (first * GROUP < best_column))
+    ):
         column = first * GROUP + tl.arange(0, GROUP)
         is_column = column < num_columns
         start = weight + column.to(tl.int64)[:, None] * size_k
@@ -132,7 +135,7 @@ def _best_column_kernel(
         best = tl.maximum(best, of_group)
         key, first, keys = pop(keys, group)
     tl.store(maxima + row, best)
-    tl.store(columns + row, best_column.to(tl.int64))
+    tl.store(columns + row, tl.where(best_column == NO_COLUMN, 0, best_column).to(tl.int64))
 
 
 def argmax_product(
@@ -158,6 +161,7 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run :func:`argmax_product` with explicit tiles, for `scripts/bench_kernels.py`."""
     (num_rows, size_k), num_columns = x.shape, weight.shape[0]
+    assert weight.shape == numbers.shape == (num_columns, size_k) and weight.dtype == x.dtype
     assert x.stride(1) == 1 and size_k % DEPTH == 0 and DEPTH % depth == 0
     assert weight.is_contiguous() and numbers.is_contiguous() and scales.is_contiguous() and norms.is_contiguous()
     maxima = torch.empty(num_rows, dtype=x.dtype, device=x.device)

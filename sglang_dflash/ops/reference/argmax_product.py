@@ -19,7 +19,7 @@ MAX_ROWS = 128
 def quantize_randomly(
     weight: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise rows of weights to int8, and round each number up or down at random, so that the mean is exact.
+    """Quantise rows of weights to int8, and round each number up or down at random, so that its mean is exact.
 
     The errors of a row's numbers are independent. Each lies in an interval of length `scale` and has the mean 0. By
     Hoeffding's inequality, a product with x exceeds that of the copy by more than c * scale * |x| with probability
@@ -51,7 +51,7 @@ def argmax_product(
 
     Args:
         x: [T, depth] bfloat16 or float16. Columns are contiguous; depth is a multiple of DEPTH.
-        weight: [columns, depth] of the same dtype, contiguous.
+        weight: [columns, depth] of the same dtype, contiguous, finite.
         numbers, scales, norms: `quantize_randomly(weight)`, contiguous.
 
     Returns:
