@@ -6,10 +6,13 @@ present weights. `LM_HEAD_DRAFTS` names a JSON file: a list of `{"input_ids", "o
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 DRAFTS = os.environ.get("LM_HEAD_DRAFTS")
 
@@ -20,15 +23,17 @@ def register():
     from sglang.srt.distributed import get_tp_group
 
     from sglang_dflash.engine.cycle import DecodeCycle
+    from sglang_dflash.engine.graphs import CycleGraphRunner
     from sglang_dflash.engine.worker import DFlashWorker
     from sglang_dflash.vocab.shard import vocab_parts
 
     texts = {tuple(r["input_ids"]): r["input_ids"] + r["output_ids"] for r in json.loads(Path(DRAFTS).read_text())}
     tables = {}
-    alloc_memory_pool, prefill, forward_draft = (
+    alloc_memory_pool, prefill, forward_draft, load_batch = (
         DFlashWorker.alloc_memory_pool,
         DFlashWorker._prefill,
         DecodeCycle._forward_draft,
+        CycleGraphRunner.load_batch,
     )
 
     def allocate(worker, *args, **kwargs):
@@ -56,4 +61,9 @@ def register():
         found = lm_head.weight[first + rows.clamp(0, num_columns - 1)] * is_here[:, None]
         return get_tp_group().all_reduce(found).to(hidden_states.dtype)
 
+    def load(runner, *args, **kwargs):
+        load_batch(runner, *args, **kwargs)
+        logger.warning("Loads a graph: %s", runner._replay_graph_key.variant_label)
+
     DFlashWorker.alloc_memory_pool, DFlashWorker._prefill, DecodeCycle._forward_draft = allocate, begin, draft
+    CycleGraphRunner.load_batch = load
