@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LOWEST, NO_COLUMN, from_ordered, pop, to_ordered
-from sglang_dflash.ops.kernels.split_rows import split_rows
+from sglang_dflash.ops.kernels.split_rows import join_parts, part_starts, split_rows
 from sglang_dflash.ops.reference.argmax_product import CONFIDENCE, DEPTH, GROUP
 from sglang_dflash.ops.reference.split_rows import LOW_STEPS
 
@@ -57,22 +57,18 @@ def _bounds_kernel(
     tile = tl.program_id(0) // num_row_tiles
     column = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     is_column = column < num_columns
-    row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     is_row = row < num_rows
-    # High and low part of a row are neighbours.
-    part = tl.arange(0, 2 * ROWS)
-    part_row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + part // 2
-    is_part = part_row < num_rows
-    part_start = ((part % 2) * num_rows.to(tl.int64) + part_row) * size_k
+    part_start, is_part = part_starts(first_row, num_rows, size_k, ROWS)
     sums = tl.zeros((TILE, 2 * ROWS), tl.int32)
     for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
         k = start + tl.arange(0, DEPTH)
         numbers = tl.load(weight8 + column[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0)
         rows = tl.load(parts + part_start[None, :] + k[:, None], mask=is_part[None, :], other=0)
         sums = tl.dot(numbers, rows, sums, out_dtype=tl.int32)
-    high_sum, low_sum = tl.split(tl.reshape(sums, (TILE, ROWS, 2)))
     column_scale = tl.load(scales + column, mask=is_column, other=0.0)[:, None]
-    total = high_sum.to(tl.float32) + low_sum.to(tl.float32) / LOW_STEPS
+    total = join_parts(sums, LOW_STEPS)
     total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
     # The error of the weights, and that of the two parts of x.
     total += CONFIDENCE * tl.load(row_norms + row, mask=is_row, other=0.0)[None, :]

@@ -64,13 +64,14 @@ def _linear_few_rows_kernel(
         if IS_GATED:
             gate = tl.dot(_load_weights(weight, column, k, is_column, size_k), rows, gate)
 
-    total = _activate(gate, total, out.dtype.element_ty) if IS_GATED else total.to(out.dtype.element_ty)
+    total = activate(gate, total, out.dtype.element_ty) if IS_GATED else total.to(out.dtype.element_ty)
     inside = is_column[:, None] & (row[None, :] < num_rows)
     tl.store(out + row[None, :] * num_columns + column[:, None], total, mask=inside)
 
 
 @triton.jit
-def _activate(gate, up, dtype):
+def activate(gate, up, dtype):
+    """Return silu(gate) * up. Both are rounded to `dtype` first, as a layer's result is."""
     gate = gate.to(dtype).to(tl.float32)
     return (up.to(dtype).to(tl.float32) * gate / (1 + tl.exp(-gate))).to(dtype)
 
@@ -116,8 +117,8 @@ def _linear_gated_rows_kernel(
         narrow_up = tl.dot(rows, _weight_columns(weight, narrow + num_columns, k, size_k), narrow_up)
 
     out += row[:, None] * num_columns
-    tl.store(out + wide[None, :], _activate(wide_gate, wide_up, out.dtype.element_ty), mask=is_row)
-    tl.store(out + narrow[None, :], _activate(narrow_gate, narrow_up, out.dtype.element_ty), mask=is_row)
+    tl.store(out + wide[None, :], activate(wide_gate, wide_up, out.dtype.element_ty), mask=is_row)
+    tl.store(out + narrow[None, :], activate(narrow_gate, narrow_up, out.dtype.element_ty), mask=is_row)
 
 
 def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:

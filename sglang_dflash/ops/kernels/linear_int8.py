@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
-from sglang_dflash.ops.kernels.split_rows import split_rows
+from sglang_dflash.ops.kernels.linear_few_rows import activate
+from sglang_dflash.ops.kernels.split_rows import join_parts, part_starts, split_rows
 from sglang_dflash.ops.reference.linear_int8 import DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
 from sglang_dflash.ops.reference.split_rows import LOW_STEPS
 
@@ -46,9 +47,8 @@ def _fetch_early(weight, column, is_column, size_k, BYTES: tl.constexpr):
 @triton.jit
 def _to_float(total, scales, weight_row, is_column, row_scale, LOW_STEPS: tl.constexpr):
     """Return the products of rows, [columns, rows], for those of their parts, [columns, 2 * rows] int32."""
-    high, low = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
     scale = tl.load(scales + weight_row, mask=is_column, other=0.0)
-    return (high.to(tl.float32) + low.to(tl.float32) / LOW_STEPS) * scale[:, None] * row_scale[None, :]
+    return join_parts(total, LOW_STEPS) * scale[:, None] * row_scale[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -78,11 +78,7 @@ def _linear_int8_kernel(
         if IS_GATED:
             _fetch_early(weight, column, is_column, size_k, EARLY_BYTES)
     pdl.wait_and_release(PDL)
-    # High and low part of a row are neighbours.
-    part = tl.arange(0, 2 * ROWS)
-    part_row = (part // 2).to(tl.int64)
-    is_part = part_row < num_rows
-    part_start = ((part % 2) * num_rows.to(tl.int64) + part_row) * size_k
+    part_start, is_part = part_starts(0, num_rows, size_k, ROWS)
     total = tl.zeros((COLUMNS, 2 * ROWS), dtype=tl.int32)
     gate = tl.zeros((COLUMNS, 2 * ROWS), dtype=tl.int32)
 
@@ -98,13 +94,12 @@ def _linear_int8_kernel(
     row = tl.arange(0, ROWS).to(tl.int64)
     is_row = row < num_rows
     row_scale = tl.load(row_scales + row, mask=is_row, other=0.0)
-    result = _to_float(total, scales, up_row, is_column, row_scale, LOW_STEPS).to(out.dtype.element_ty)
+    result = _to_float(total, scales, up_row, is_column, row_scale, LOW_STEPS)
     if IS_GATED:
-        gate_result = _to_float(gate, scales, column, is_column, row_scale, LOW_STEPS).to(out.dtype.element_ty)
-        gate_result = gate_result.to(tl.float32)
-        result = (result.to(tl.float32) * gate_result / (1 + tl.exp(-gate_result))).to(out.dtype.element_ty)
+        gate_result = _to_float(gate, scales, column, is_column, row_scale, LOW_STEPS)
+        result = activate(gate_result, result, out.dtype.element_ty)
     inside = is_column[:, None] & is_row[None, :]
-    tl.store(out + row[None, :] * num_columns + column[:, None], result, mask=inside)
+    tl.store(out + row[None, :] * num_columns + column[:, None], result.to(out.dtype.element_ty), mask=inside)
 
 
 def linear_int8(x: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> torch.Tensor:

@@ -24,6 +24,24 @@ def _round(numbers, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def part_starts(first_row, num_rows, size_k, ROWS: tl.constexpr):
+    """Return where the parts of ROWS rows start, [2 * ROWS], and whether these rows exist.
+
+    High and low part of a row are neighbours, so that one product reads weights once for both.
+    """
+    part = tl.arange(0, 2 * ROWS)
+    row = first_row + (part // 2).to(tl.int64)
+    return ((part % 2) * num_rows.to(tl.int64) + row) * size_k, row < num_rows
+
+
+@triton.jit
+def join_parts(sums, LOW_STEPS: tl.constexpr):
+    """Return the products of rows over their scales, [columns, rows], for those of their parts, [columns, 2 * rows]."""
+    high, low = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)))
+    return high.to(tl.float32) + low.to(tl.float32) / LOW_STEPS
+
+
+@triton.jit
 def _split_rows_kernel(
     x,
     x_stride,
