@@ -23,36 +23,6 @@ from sglang_dflash.server_args.arguments import runs_cycles
 
 logger = logging.getLogger(__name__)
 
-# Numbers of a weight that are quantised at a time. That takes three times their memory in float32.
-_NUMBERS = 1 << 22
-
-
-class Int8Copy(WeightCopy):
-    """Copy of a layer's weight.
-
-    Attributes:
-        numbers, scales: see :func:`sglang_dflash.ops.reference.linear_int8.quantize_columns`.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        """
-        Args:
-            weight: [columns, depth].
-        """
-        super().__init__()
-        self._weight = weight
-        self.numbers = torch.empty_like(weight, dtype=torch.int8)
-        self.scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-        self.fill()
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        num_rows, size_k = self._weight.shape
-        step = max(1, _NUMBERS // size_k)
-        for start in range(0, num_rows, step):
-            rows = slice(start, start + step)
-            self.numbers[rows], self.scales[rows] = quantize_columns(self._weight[rows])
-
 
 class Int8LinearMethod(FewRowsLinearMethod):
     """Method of a layer whose few rows read an int8 copy. Others take the method that the layer had."""
@@ -65,12 +35,12 @@ class Int8LinearMethod(FewRowsLinearMethod):
         """
         super().__init__(few_rows.max_rows, few_rows.is_gated)
         self._copied_rows = max_rows(few_rows.is_gated)
-        self._copy = Int8Copy(weight)
+        self._copy = WeightCopy(weight, quantize_columns)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling() or x.dim() != 2 or not 0 < x.shape[0] <= self._copied_rows:
             return super().apply(layer, x, bias)
-        return ops.linear_int8(x, self._copy.numbers, self._copy.scales, self.is_gated)
+        return ops.linear_int8(x, *self._copy.tensors, self.is_gated)
 
 
 def install(layers: nn.Module) -> None:

@@ -16,17 +16,17 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, GROUP, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, GROUP, quantize_rows
 from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
-from sglang_dflash.vocab.copied import copied_weight, row_blocks
+from sglang_dflash.vocab.copied import copied_weight
 
 logger = logging.getLogger(__name__)
 
 _shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
 
 
-class Shortlist(WeightCopy):
+class Shortlist:
     """Finds the best tokens of this rank's shard of an lm_head for the drafter's hidden states."""
 
     def __init__(self, weight: torch.Tensor, k: int) -> None:
@@ -35,11 +35,8 @@ class Shortlist(WeightCopy):
             weight: [V, H] bfloat16 or float16, contiguous. The shard's vocabulary without padding.
             k: tokens to find.
         """
-        super().__init__()
         self._weight, self._k = weight, k
-        self._numbers = torch.empty_like(weight, dtype=FLOAT8)
-        self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-        self.fill()
+        self._copy = WeightCopy(weight, quantize_rows)
         _shortlists.add(self)
 
     @classmethod
@@ -60,12 +57,7 @@ class Shortlist(WeightCopy):
 
         See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
         """
-        return ops.shortlist_top(hidden_states, self._weight, self._numbers, self._scales, self._k, has_sums)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        for rows in row_blocks(self._weight):
-            self._numbers[rows], self._scales[rows] = quantize_rows(self._weight[rows])
+        return ops.shortlist_top(hidden_states, self._weight, *self._copy.tensors, self._k, has_sums)
 
 
 def is_used() -> bool:

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
+
+# Numbers of a weight that are quantised at a time. That takes a few times their memory in float32.
+_NUMBERS = 1 << 22
 
 _copies: weakref.WeakSet[WeightCopy] = weakref.WeakSet()
 _are_stale = False
 
 
-class WeightCopy(ABC):
-    """Copy of a weight of this process. CUDA graphs hold its address, so it is filled in place.
+class WeightCopy:
+    """Copy of a weight of this process. Updates of weights come in parts, so it waits for the next step.
 
-    Updates of weights come in parts, so a copy waits for the next step.
+    Attributes:
+        tensors: results of `quantize` for all rows. CUDA graphs hold their addresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        """
+        Args:
+            weight: [rows, depth].
+            quantize: returns tensors with a row for each row that it gets.
+        """
+        self._weight, self._quantize = weight, quantize
+        self.tensors = tuple(part.new_empty((len(weight), *part.shape[1:])) for part in quantize(weight[:1]))
+        self.fill()
         _copies.add(self)
 
-    @abstractmethod
+    @torch.no_grad()
     def fill(self) -> None:
         """Make the copy from the present weights."""
+        step = max(1, _NUMBERS // self._weight.shape[1])
+        for start in range(0, len(self._weight), step):
+            rows = slice(start, start + step)
+            for tensor, part in zip(self.tensors, self._quantize(self._weight[rows]), strict=True):
+                tensor[rows] = part
 
 
 def weights_have_changed() -> None:
@@ -31,7 +48,6 @@ def weights_have_changed() -> None:
     _are_stale = True
 
 
-@torch.no_grad()
 def refresh() -> None:
     """Make all copies again if weights have changed. Call it before a step."""
     global _are_stale

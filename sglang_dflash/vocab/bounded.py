@@ -7,6 +7,7 @@ Their logits are computed with the weights, so the token is that of the full pro
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -15,12 +16,12 @@ from sglang.srt.utils import log_info_on_rank0
 from sglang_dflash import ops
 from sglang_dflash.ops.reference.argmax_product import DEPTH, MAX_ROWS, quantize_randomly
 from sglang_dflash.ops.weight_copy import WeightCopy
-from sglang_dflash.vocab.copied import copied_weight, row_blocks
+from sglang_dflash.vocab.copied import copied_weight
 
 logger = logging.getLogger(__name__)
 
 
-class BoundedHead(WeightCopy):
+class BoundedHead:
     """Finds the best token of this rank's shard of an lm_head for hidden states of the target."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -28,11 +29,9 @@ class BoundedHead(WeightCopy):
         Args:
             weight: [V, H] bfloat16 or float16, contiguous. The shard's vocabulary without padding.
         """
-        super().__init__()
         self._weight = weight
-        self._numbers = torch.empty_like(weight, dtype=torch.int8)
-        self._scales, self._norms = torch.empty((2, weight.shape[0]), dtype=torch.float32, device=weight.device)
-        self.fill()
+        generator = torch.Generator(weight.device).manual_seed(0)
+        self._copy = WeightCopy(weight, partial(quantize_randomly, generator=generator))
 
     @classmethod
     def of(cls, lm_head: VocabParallelEmbedding) -> BoundedHead | None:
@@ -56,11 +55,4 @@ class BoundedHead(WeightCopy):
 
         See :func:`sglang_dflash.ops.reference.argmax_product.argmax_product`.
         """
-        return ops.argmax_product(hidden_states, self._weight, self._numbers, self._scales, self._norms)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        generator = torch.Generator(self._weight.device).manual_seed(0)
-        for rows in row_blocks(self._weight):
-            copied = quantize_randomly(self._weight[rows], generator)
-            self._numbers[rows], self._scales[rows], self._norms[rows] = copied
+        return ops.argmax_product(hidden_states, self._weight, *self._copy.tensors)

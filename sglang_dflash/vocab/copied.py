@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -13,8 +11,6 @@ from sglang_dflash.vocab.shard import vocab_parts
 
 # Smallest lm_head that gets a copy. A smaller one is read so fast that kernel launches dominate.
 _MIN_NUMBERS = 1 << 28
-# Rows that are quantised at a time. That takes a few times their memory in float32.
-_ROWS = 1024
 
 
 def copied_weight(lm_head: VocabParallelEmbedding, depth: int) -> torch.Tensor | None:
@@ -38,9 +34,3 @@ def copied_weight(lm_head: VocabParallelEmbedding, depth: int) -> torch.Tensor |
     if not small_m_linear.is_measured(weight) or not is_large or weight.shape[1] % depth:
         return None
     return weight
-
-
-def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of the rows that are quantised at a time."""
-    for start in range(0, weight.shape[0], _ROWS):
-        yield slice(start, start + _ROWS)

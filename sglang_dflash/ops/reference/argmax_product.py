@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# Largest absolute number of the copy.
-LARGEST = 127
+from sglang_dflash.ops.reference.split_rows import LARGEST
+from sglang_dflash.ops.scaled import scale_rows
+
 # The bound is this many times scale * |x|: see `quantize_randomly`.
 CONFIDENCE = 4.5
 # Columns whose largest bound is kept.
@@ -35,8 +36,7 @@ def quantize_randomly(
         scales: [rows] float32. `numbers * scales` approximates the weight.
         norms: [rows] float32. Euclidean norms of `numbers * scales`.
     """
-    scales = weight.abs().amax(dim=-1).float() / LARGEST
-    exact = weight.float() / torch.where(scales > 0, scales, 1.0)[:, None]
+    exact, scales = scale_rows(weight, LARGEST)
     dither = torch.rand(weight.shape, generator=generator, device=weight.device)
     numbers = (exact + dither).floor().clamp(-LARGEST, LARGEST)
     return numbers.to(torch.int8), scales, numbers.norm(dim=-1) * scales

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from sglang_dflash.ops.reference.split_rows import LARGEST, LOW_STEPS, split_rows
+from sglang_dflash.ops.scaled import scale_rows
 
 # Most rows: more are faster with bfloat16 weights.
 MAX_ROWS, MAX_GATED_ROWS = 32, 64
@@ -28,8 +29,7 @@ def quantize_columns(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers: [columns, depth] int8, in -LARGEST..LARGEST.
         scales: [columns] float32. `numbers * scales` approximates the weight.
     """
-    scales = weight.abs().amax(dim=-1).float() / LARGEST
-    numbers = weight.float() / torch.where(scales > 0, scales, 1.0)[:, None]
+    numbers, scales = scale_rows(weight, LARGEST)
     return numbers.round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_dflash.ops.scaled import scale_rows
+
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 # The depth of a product is a multiple of this.
@@ -27,8 +29,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         numbers: [rows, depth] float8_e4m3fn.
         scales: [rows] float32. `numbers * scales` approximates x.
     """
-    scales = x.abs().amax(dim=-1).float() / LARGEST
-    numbers = x.float() / torch.where(scales > 0, scales, 1.0)[:, None]
+    numbers, scales = scale_rows(x, LARGEST)
     return numbers.clamp(-LARGEST, LARGEST).to(FLOAT8), scales
 
 
