@@ -4,26 +4,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from resolving import asked
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.models.llama import LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2MLP
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_dflash.ops import add_norm, small_m_linear
-
-
-@pytest.fixture
-def publish_server(monkeypatch):
-    monkeypatch.setattr(small_m_linear, "faster_rows", lambda weight, is_gated: small_m_linear.MAX_ROWS)
-    monkeypatch.setattr(add_norm, "is_plain_norm", lambda norm: True)
-    before = snapshot_context()
-    yield lambda **flags: publish(asked(**flags), role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    restore_context(before)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resolving import asked
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen2 import Qwen2MLP
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, restore_context, snapshot_context
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_dflash import ops
@@ -20,14 +19,6 @@ from sglang_dflash.ops.reference.linear_int8 import quantize_columns
 from sglang_dflash.requests import update_weights
 
 DEPTH = 256
-
-
-@pytest.fixture
-def publish_server(monkeypatch):
-    monkeypatch.setattr(small_m_linear, "faster_rows", lambda weight, is_gated: small_m_linear.MAX_ROWS)
-    before = snapshot_context()
-    yield lambda **flags: publish(asked(**flags), role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    restore_context(before)
 
 
 @pytest.fixture
@@ -118,12 +109,12 @@ def test_gated_mlp(publish_server, monkeypatch, int8_rows, most):
 def test_updates(publish_server, monkeypatch, updates):
     """Copies follow the weights before the drafter runs again, in the same memory."""
     # Weights are copied in parts.
-    monkeypatch.setattr(int8, "_NUMBERS", 40 * DEPTH)
+    monkeypatch.setattr(weight_copy, "_NUMBERS", 40 * DEPTH)
     publish_server()
     layer, x = new_layer(), torch.randn(3, DEPTH)
     install(layer)
     before, copied = layer(x)[0], layer.quant_method._copy
-    addresses = copied.numbers.data_ptr(), copied.scales.data_ptr()
+    addresses = [tensor.data_ptr() for tensor in copied.tensors]
     layer.weight.data.mul_(-2)
     weight_copy.refresh()
     assert torch.equal(layer(x)[0], before)
@@ -134,7 +125,7 @@ def test_updates(publish_server, monkeypatch, updates):
         update_weights.end_weight_update(lambda *_: None, SimpleNamespace(scheduler=scheduler), None)
     weight_copy.refresh()
     torch.testing.assert_close(layer(x)[0], -2 * before)
-    assert (copied.numbers.data_ptr(), copied.scales.data_ptr()) == addresses
+    assert [tensor.data_ptr() for tensor in copied.tensors] == addresses
 
 
 @pytest.mark.parametrize("step", ["_prefill", "_decode"])
