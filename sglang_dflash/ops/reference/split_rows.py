@@ -37,7 +37,9 @@ def split_rows(x: torch.Tensor) -> SplitRows:
             finite, and its parts are undefined.
     """
     numbers = x.float()
-    scales = numbers.abs().amax(dim=-1) / LARGEST
+    largest = numbers.abs().amax(dim=-1)
+    # On a GPU torch multiplies by the inverse of a number that it is to divide by, and divides by a tensor.
+    scales = largest / torch.full_like(largest, LARGEST)
     scales = torch.where(scales < LEAST_SCALE, 0.0, scales)
     inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
     scaled = (numbers * inverse[:, None]).nan_to_num()
