@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.kernels.early_weights import fetch_early
 from sglang_dflash.ops.reference.linear_few_rows import GATED_COLUMNS, GATED_DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
 
 # Smallest dimension of a tensor core's tile.
@@ -22,6 +23,8 @@ _MIN_TILE_ROWS = 16
 _COLUMNS, _DEPTH, _WARPS = 64, 128, 4
 # Tiles in flight. A stage of a gated layer has two tiles of weights.
 _STAGES, _GATED_STAGES = 6, 4
+# Bytes of each column's weights that are brought to the L2 cache early.
+_EARLY_BYTES = 256
 # Columns of the kernel for more rows: GATED_COLUMNS split in 64 and 32, because Triton's tiles are powers of two.
 _WIDE_COLUMNS, _NARROW_COLUMNS, _GATED_WARPS = 64, GATED_COLUMNS - 64, 8
 
@@ -46,15 +49,20 @@ def _linear_few_rows_kernel(
     DEPTH: tl.constexpr,
     IS_GATED: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl.wait_and_release(PDL)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
+    up_row = column + num_columns if IS_GATED else column
+    if PDL and EARLY_BYTES > 0:
+        fetch_early(weight, up_row, is_column, size_k, EARLY_BYTES)
+        if IS_GATED:
+            fetch_early(weight, column, is_column, size_k, EARLY_BYTES)
+    pdl.wait_and_release(PDL)
     row = tl.arange(0, ROWS).to(tl.int64)
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     gate = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
-    up_row = column + num_columns if IS_GATED else column
 
     for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
         k = start + tl.arange(0, DEPTH)
@@ -131,9 +139,23 @@ def linear_few_rows(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> to
 
 
 def launch(
-    x: torch.Tensor, weight: torch.Tensor, is_gated: bool, columns: int, depth: int, warps: int, stages: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    is_gated: bool,
+    columns: int,
+    depth: int,
+    warps: int,
+    stages: int,
+    early_bytes: int = _EARLY_BYTES,
 ) -> torch.Tensor:
-    """Run :func:`linear_few_rows` with explicit tiles, for `scripts/bench_linear.py`."""
+    """Run :func:`linear_few_rows` with explicit tiles, for `scripts/bench_linear.py`.
+
+    Args:
+        columns, depth: of a tile of weights.
+        warps: of a thread block.
+        stages: tiles in flight.
+        early_bytes: bytes of each column's weights to bring to the L2 cache early: 0, or a power of two from 128.
+    """
     num_rows, size_k = x.shape
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous()
     num_columns = weight.shape[0] // (2 if is_gated else 1)
@@ -152,6 +174,7 @@ def launch(
         DEPTH=depth,
         IS_GATED=is_gated,
         STAGES=stages,
+        EARLY_BYTES=early_bytes,
         PDL=pdl_is_available,
         num_warps=warps,
         launch_pdl=pdl_is_available,

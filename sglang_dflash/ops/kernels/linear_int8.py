@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
+from sglang_dflash.ops.kernels.early_weights import fetch_early
 from sglang_dflash.ops.kernels.linear_few_rows import activate
 from sglang_dflash.ops.kernels.split_rows import join_parts, part_starts, split_rows
 from sglang_dflash.ops.reference.linear_int8 import DEPTH, MAX_GATED_ROWS, MAX_ROWS, max_rows
@@ -24,24 +25,8 @@ _MIN_TILE_ROWS = 8
 # Per most rows: columns, depth, warps and stages of a tile. A stage of a gated layer has two tiles of weights.
 _TILINGS = {MAX_ROWS: (64, 256, 4, 6)}
 _GATED_TILINGS = {32: (64, 128, 4, 4), MAX_GATED_ROWS: (64, 128, 8, 3)}
-# Bytes of each column's weights that are brought to the L2 cache early, and of a line of it.
-_EARLY_BYTES, _LINE = 1024, tl.constexpr(128)
-
-
-@triton.jit
-def _fetch_early(weight, column, is_column, size_k, BYTES: tl.constexpr):
-    """Bring the first weights of columns to the L2 cache."""
-    line = tl.arange(0, BYTES // _LINE) * _LINE
-    # Other columns fetch the first line of the weight.
-    start = tl.where(is_column, column * size_k, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [weight + (start[:, None] + tl.minimum(line, size_k - 1)[None, :])],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+# Bytes of each column's weights that are brought to the L2 cache early.
+_EARLY_BYTES = 1024
 
 
 @triton.jit
@@ -74,9 +59,9 @@ def _linear_int8_kernel(
     is_column = column < num_columns
     up_row = column + num_columns if IS_GATED else column
     if PDL and EARLY_BYTES > 0:
-        _fetch_early(weight, up_row, is_column, size_k, EARLY_BYTES)
+        fetch_early(weight, up_row, is_column, size_k, EARLY_BYTES)
         if IS_GATED:
-            _fetch_early(weight, column, is_column, size_k, EARLY_BYTES)
+            fetch_early(weight, column, is_column, size_k, EARLY_BYTES)
     pdl.wait_and_release(PDL)
     part_start, is_part = part_starts(0, num_rows, size_k, ROWS)
     total = tl.zeros((COLUMNS, 2 * ROWS), dtype=tl.int32)
