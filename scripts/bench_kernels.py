@@ -39,7 +39,7 @@ from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.argmax_product import GROUP as COMPUTED
 from sglang_dflash.ops.reference.argmax_product import quantize_randomly
 from sglang_dflash.ops.reference.linear_int8 import quantize_columns
-from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows, spread
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -494,13 +494,15 @@ def shortlist(bs: int, args: argparse.Namespace, has_sums: bool) -> Case:
     """
     weight = torch.randn(args.vocab, HIDDEN, device=DEVICE).half()
     # Fewer in a small vocabulary, whose other tokens would come between them.
-    k = min(2 * CANDIDATES, args.vocab // GROUP // 2)
-    groups = torch.rand(bs, BLOCK_SIZE, args.vocab // GROUP, device=DEVICE).argsort(dim=-1)[..., :k]
-    like = weight[groups * GROUP + integers(GROUP, *groups.shape)].float()
+    num_groups = -(-args.vocab // GROUP)
+    k = min(2 * CANDIDATES, num_groups // 2)
+    groups = torch.rand(bs, BLOCK_SIZE, num_groups, device=DEVICE).argsort(dim=-1)[..., :k]
+    # The last place of a group may be empty.
+    like = weight[integers(GROUP - 1, *groups.shape) * num_groups + groups].float()
     # Their logits differ by 1, so that rounding does not change their order.
     logits = (3.0 * k - torch.arange(k, device=DEVICE)).expand(bs, BLOCK_SIZE, 1, -1).mT
     x = (torch.linalg.solve(like @ like.mT, logits).mT @ like).half()[:, 1:, 0]
-    numbers, scales = quantize_rows(weight)
+    numbers, scales = quantize_rows(weight[spread(len(weight), DEVICE)])
     num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + num_candidates(k) * weight.itemsize)
     return Case((x, weight, numbers, scales, k, has_sums), num_bytes)
 

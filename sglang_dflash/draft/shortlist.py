@@ -16,7 +16,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, GROUP, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import DEPTH, GROUP, quantize_rows, spread
 from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.vocab.copied import copied_weight
@@ -36,7 +36,7 @@ class Shortlist:
             k: tokens to find.
         """
         self._weight, self._k = weight, k
-        self._copy = WeightCopy(weight, quantize_rows)
+        self._copy = WeightCopy(weight, quantize_rows, spread(len(weight), weight.device))
         _shortlists.add(self)
 
     @classmethod

@@ -21,14 +21,21 @@ class WeightCopy:
         tensors: results of `quantize` for all rows. CUDA graphs hold their addresses.
     """
 
-    def __init__(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+        order: torch.Tensor | None = None,
+    ) -> None:
         """
         Args:
             weight: [rows, depth].
             quantize: returns tensors with a row for each row that it gets.
+            order: [copied rows] int64. The weight's row of each row of the copy; None: the same.
         """
-        self._weight, self._quantize = weight, quantize
-        self.tensors = tuple(part.new_empty((len(weight), *part.shape[1:])) for part in quantize(weight[:1]))
+        self._weight, self._quantize, self._order = weight, quantize, order
+        self._num_rows = len(weight) if order is None else len(order)
+        self.tensors = tuple(part.new_empty((self._num_rows, *part.shape[1:])) for part in quantize(weight[:1]))
         self.fill()
         _copies.add(self)
 
@@ -36,9 +43,10 @@ class WeightCopy:
     def fill(self) -> None:
         """Make the copy from the present weights."""
         step = max(1, _NUMBERS // self._weight.shape[1])
-        for start in range(0, len(self._weight), step):
+        for start in range(0, self._num_rows, step):
             rows = slice(start, start + step)
-            for tensor, part in zip(self.tensors, self._quantize(self._weight[rows]), strict=True):
+            weights = self._weight[rows if self._order is None else self._order[rows]]
+            for tensor, part in zip(self.tensors, self._quantize(weights), strict=True):
                 tensor[rows] = part
 
 

@@ -4,8 +4,13 @@ from support.peak_memory import PeakMemory
 
 from sglang_dflash.draft.shortlist import row_bytes
 from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
-from sglang_dflash.ops.reference.shortlist_top import GROUP, quantize_rows
+from sglang_dflash.ops.reference.shortlist_top import GROUP, quantize_rows, spread
 from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
+
+
+def copied(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the copy of a weight."""
+    return quantize_rows(weight[spread(len(weight), weight.device)])
 
 
 def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.dtype, device: str):
@@ -18,11 +23,12 @@ def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.
     weight = torch.randn(columns, depth, device=device) * sizes[:, None]
     num_groups = -(-columns // GROUP)
     groups = torch.rand(bs, rows + 1, num_groups, device=device).argsort(dim=-1)[..., :k]
-    like = (groups * GROUP + torch.randint(GROUP, groups.shape, device=device)).clamp(max=columns - 1)
+    # The last place of a group may be empty.
+    like = torch.randint(max(1, columns // num_groups), groups.shape, device=device) * num_groups + groups
     shares = torch.linspace(2, 1, k, device=device)[:, None] / sizes[like][..., None]
     x = (weight[like] * shares).sum(dim=-2) + torch.randn(bs, rows + 1, depth, device=device) / 2
     weight = weight.to(dtype)
-    return x.mul(20 / depth).to(dtype)[:, 1:], weight, *quantize_rows(weight), k
+    return x.mul(20 / depth).to(dtype)[:, 1:], weight, *copied(weight), k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -83,14 +89,27 @@ def test_is_the_top(k, device):
     torch.testing.assert_close(of_sixteenth, (logits / 16).logsumexp(dim=-1), rtol=0, atol=0.01)
 
 
+@pytest.mark.parametrize("find", [shortlist_top, reference])
+@pytest.mark.parametrize("first", [0, 57, 1084])
+def test_best_are_neighbours(find, first, device):
+    """Frequent tokens are neighbours in most vocabularies."""
+    k, weight = 16, torch.randn(1100, 512, device=device).half()
+    neighbours = weight[first : first + k].float()
+    # Their logits differ by 1.
+    logits = torch.arange(40.0, 40 - k, -1, device=device)
+    x = (torch.linalg.solve(neighbours @ neighbours.T, logits) @ neighbours).half().expand(1, 2, -1)
+    _, columns, _ = find(x, weight, *copied(weight), k, True)
+    assert columns.tolist() == [list(range(first, first + k))] * 2
+
+
 def test_first_of_equal_columns(device):
     x, weight, *_ = operands(2, 5, 1000, 256, 1, torch.bfloat16, device)
     weight[130] = 1.5 * torch.randn(256, device=device)
     weight[600] = weight[130]
     x[:] = weight[130]
-    _, columns, _ = shortlist_top(x, weight, *quantize_rows(weight), 1, False)
+    _, columns, _ = shortlist_top(x, weight, *copied(weight), 1, False)
     assert set(columns.flatten().tolist()) == {130}
-    _, columns, _ = shortlist_top(x, weight, *quantize_rows(weight), 2, False)
+    _, columns, _ = shortlist_top(x, weight, *copied(weight), 2, False)
     assert columns.tolist() == [[130, 600]] * 10
 
 

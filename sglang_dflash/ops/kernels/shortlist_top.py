@@ -74,17 +74,19 @@ def _shortlist_kernel(
     # Neighbouring thread blocks read the same weights.
     tile = tl.program_id(0) // num_row_tiles
     in_tile = tl.arange(0, TILE)
-    column = tile.to(tl.int64) * TILE + in_tile
-    is_column = column < num_columns
+    place = tile.to(tl.int64) * TILE + in_tile
+    # A group takes every `num_groups`-th column (`spread`).
+    num_groups = tl.cdiv(num_columns, GROUP)
+    is_column = (place // GROUP < num_groups) & (place % GROUP * num_groups + place // GROUP < num_columns)
     row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     total = tl.zeros((TILE, ROWS), tl.float32)
     for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
         k = start + tl.arange(0, DEPTH)
-        numbers = tl.load(weight8 + column[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0.0)
+        numbers = tl.load(weight8 + place[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0.0)
         rows = tl.load(rows8 + row[None, :] * size_k + k[:, None], mask=is_row[None, :], other=0.0)
         total = tl.dot(numbers, rows, total)
-    total *= tl.load(scales + column, mask=is_column, other=0.0)[:, None]
+    total *= tl.load(scales + place, mask=is_column, other=0.0)[:, None]
     total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
     total = tl.where((total == total) & is_column[:, None], total, float("-inf"))
     # The low bits of a key give the column in its group. Lower columns have larger keys.
@@ -109,6 +111,7 @@ def _best_candidates_kernel(
     weight,
     keys,
     tile_log_sums,
+    num_columns,
     num_tiles,
     size_k,
     best_logits,
@@ -126,8 +129,8 @@ def _best_candidates_kernel(
     pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, PADDED_TILES * GROUPS)
-    num_groups = num_tiles * GROUPS
-    group_keys = tl.load(keys + row * num_groups + group, mask=group < num_groups, other=LOWEST)
+    num_groups = tl.cdiv(num_columns, GROUP)
+    group_keys = tl.load(keys + row * num_tiles * GROUPS + group, mask=group < num_groups, other=LOWEST)
     rank = tl.arange(0, CANDIDATES)
     key = tl.full((CANDIDATES,), LOWEST, tl.int32)
     column = tl.full((CANDIDATES,), NO_COLUMN, tl.int32)
@@ -135,7 +138,7 @@ def _best_candidates_kernel(
         best, of_group, group_keys = pop(group_keys, group)
         is_found = (rank == i) & (of_group != NO_COLUMN)
         key = tl.where(is_found, best, key)
-        column = tl.where(is_found, of_group * GROUP + GROUP - 1 - (best & (GROUP - 1)), column)
+        column = tl.where(is_found, (GROUP - 1 - (best & (GROUP - 1))) * num_groups + of_group, column)
 
     is_column = column != NO_COLUMN
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
@@ -223,6 +226,7 @@ def shortlist_top(
         weight,
         keys,
         tile_log_sums,
+        num_columns,
         num_tiles,
         size_k,
         logits,

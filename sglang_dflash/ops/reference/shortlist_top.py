@@ -19,6 +19,18 @@ def num_candidates(k: int) -> int:
     return 2 << (k - 1).bit_length()
 
 
+def spread(num_columns: int, device: torch.device) -> torch.Tensor:
+    """Return the columns in the order of the copy, [groups * GROUP] int64: those of the first group, of the next, ...
+
+    The best tokens of a position are often neighbours in the vocabulary, as frequent tokens are, or a word in two
+    cases. Only one token of a group is a candidate. So a group takes every n-th column, where n is the number of
+    groups. In place of columns after the end there is the last one.
+    """
+    num_groups = -(-num_columns // GROUP)
+    in_order = torch.arange(num_groups * GROUP, device=device).view(GROUP, num_groups).T.flatten()
+    return in_order.clamp(max=num_columns - 1)
+
+
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows to float8, each scaled so that its largest number is the dtype's largest.
 
@@ -46,7 +58,8 @@ def shortlist_top(
     Args:
         x: [bs, positions, depth] bfloat16 or float16. Columns are contiguous; depth is a multiple of DEPTH.
         weight: [columns, depth] of the same dtype, contiguous.
-        weight8, scales: [columns, depth] and [columns]. `quantize_rows(weight)`, contiguous.
+        weight8, scales: [groups * GROUP, depth] and [groups * GROUP]. `quantize_rows` of the columns in the order of
+            `spread`, contiguous.
         k: at most the number of groups.
         has_sums: compute `log_sums`.
 
@@ -58,11 +71,13 @@ def shortlist_top(
     """
     rows, num_columns = x.flatten(0, 1), weight.shape[0]
     rows8, row_scales = quantize_rows(rows)
-    in_float8 = (rows8.float() @ weight8.float().T * scales * row_scales[:, None]).nan_to_num(nan=-torch.inf)
-    padded = torch.nn.functional.pad(in_float8, (0, -num_columns % GROUP), value=-torch.inf)
-    best_of_groups, in_group = padded.unflatten(1, (-1, GROUP)).max(dim=-1)
-    groups = best_of_groups.topk(min(num_candidates(k), best_of_groups.shape[1])).indices
-    candidates = (groups * GROUP + in_group.gather(1, groups)).sort(dim=-1).values
+    in_order = (rows8.float() @ weight8.float().T * scales * row_scales[:, None]).nan_to_num(nan=-torch.inf)
+    num_groups = len(weight8) // GROUP
+    in_float8 = in_order.unflatten(1, (num_groups, GROUP)).mT.flatten(1)[:, :num_columns]
+    padded = torch.nn.functional.pad(in_float8, (0, len(weight8) - num_columns), value=-torch.inf)
+    best_of_groups, in_group = padded.unflatten(1, (GROUP, num_groups)).max(dim=1)
+    groups = best_of_groups.topk(min(num_candidates(k), num_groups)).indices
+    candidates = (in_group.gather(1, groups) * num_groups + groups).sort(dim=-1).values
     logits = (weight[candidates].float() * rows.float()[:, None]).sum(dim=-1).to(x.dtype).float()
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     # A stable sort keeps the order of equal values. topk does not guarantee it.
