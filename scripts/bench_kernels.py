@@ -39,7 +39,17 @@ from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.argmax_product import GROUP as COMPUTED
 from sglang_dflash.ops.reference.argmax_product import quantize_randomly
 from sglang_dflash.ops.reference.linear_int8 import quantize_columns
-from sglang_dflash.ops.reference.shortlist_top import GROUP, num_candidates, quantize_rows, spread
+from sglang_dflash.ops.reference.shortlist_top import (
+    GROUP,
+    MAX_INT4_ROWS,
+    Float8Copy,
+    Int4Copy,
+    depth_scales,
+    num_candidates,
+    quantize_float8,
+    quantize_int4,
+    spread,
+)
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -498,13 +508,18 @@ def shortlist(bs: int, args: argparse.Namespace, has_sums: bool) -> Case:
     k = min(2 * CANDIDATES, num_groups // 2)
     groups = torch.rand(bs, BLOCK_SIZE, num_groups, device=DEVICE).argsort(dim=-1)[..., :k]
     # The last place of a group may be empty.
-    like = weight[integers(GROUP - 1, *groups.shape) * num_groups + groups].float()
+    like = weight[integers(args.vocab // num_groups, *groups.shape) * num_groups + groups].float()
     # Their logits differ by 1, so that rounding does not change their order.
     logits = (3.0 * k - torch.arange(k, device=DEVICE)).expand(bs, BLOCK_SIZE, 1, -1).mT
     x = (torch.linalg.solve(like @ like.mT, logits).mT @ like).half()[:, 1:, 0]
-    numbers, scales = quantize_rows(weight[spread(len(weight), DEVICE)])
-    num_bytes = numbers.nbytes + scales.nbytes + x.numel() * (x.itemsize + num_candidates(k) * weight.itemsize)
-    return Case((x, weight, numbers, scales, k, has_sums), num_bytes)
+    is_int4 = bs * (BLOCK_SIZE - 1) <= MAX_INT4_ROWS
+    if is_int4:
+        factors = depth_scales(weight)
+        copy = Int4Copy(*quantize_int4(weight[spread(len(weight), DEVICE)], factors), factors)
+    else:
+        copy = Float8Copy(*quantize_float8(weight[spread(len(weight), DEVICE)]))
+    of_rows = x.numel() * (x.itemsize + num_candidates(k, is_int4) * weight.itemsize)
+    return Case((x, weight, copy, k, has_sums), copy.numbers.nbytes + copy.scales.nbytes + of_rows)
 
 
 def attend_trees(bs: int, args: argparse.Namespace) -> Case:

@@ -1,9 +1,11 @@
-"""Draft tokens by a shortlist: a float8 copy of the lm_head selects the tokens whose logits are computed.
+"""Draft tokens by a shortlist: a copy of the lm_head in fewer bits selects the tokens whose logits are computed.
 
 Most bytes that a drafter reads are those of the lm_head. A chain needs only a few best tokens of each position, and a
-tree their probabilities. The float8 copy is half as large. It finds the best tokens of every group, and the
-logits of these are then computed with the original weights. Drafts rarely differ from those of the full product, and
-the target decides what is committed.
+tree their probabilities. A copy finds the best tokens of every group, and the logits of these are then computed with
+the original weights. Drafts rarely differ from those of the full product, and the target decides what is committed.
+
+The int4 copy, for few rows, has a quarter of the bytes. For many rows the tensor cores are the limit, and float8 needs
+no conversion.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.utils import log_info_on_rank0
 
 from sglang_dflash import ops
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, GROUP, quantize_rows, spread
+from sglang_dflash.ops.reference.shortlist_top import (
+    DEPTH,
+    GROUP,
+    MAX_INT4_ROWS,
+    Float8Copy,
+    Int4Copy,
+    depth_scales,
+    num_candidates,
+    quantize_float8,
+    quantize_int4,
+    spread,
+)
 from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
 from sglang_dflash.vocab.copied import copied_weight
@@ -36,8 +49,14 @@ class Shortlist:
             k: tokens to find.
         """
         self._weight, self._k = weight, k
-        self._copy = WeightCopy(weight, quantize_rows, spread(len(weight), weight.device))
+        self._factors = torch.ones(weight.shape[1], device=weight.device)
+        order = spread(len(weight), weight.device)
+        self._int4 = WeightCopy(weight, lambda rows: quantize_int4(rows, self._factors), order, self._scale_depth)
+        self._float8 = WeightCopy(weight, quantize_float8, order)
         _shortlists.add(self)
+
+    def _scale_depth(self, weight: torch.Tensor) -> None:
+        self._factors.copy_(depth_scales(weight))
 
     @classmethod
     def of(cls, lm_head: VocabParallelEmbedding, k: int) -> Shortlist | None:
@@ -46,7 +65,9 @@ class Shortlist:
         if weight is None:
             return None
         log_info_on_rank0(
-            logger, f"Drafts are chosen by a copy of the lm_head in float8, {weight.numel() >> 20} MiB of each GPU."
+            logger,
+            f"Drafts are chosen by copies of the lm_head in int4 and float8, {weight.numel() >> 21} and "
+            f"{weight.numel() >> 20} MiB of each GPU.",
         )
         return cls(weight, k)
 
@@ -57,7 +78,11 @@ class Shortlist:
 
         See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
         """
-        return ops.shortlist_top(hidden_states, self._weight, *self._copy.tensors, self._k, has_sums)
+        if hidden_states.shape[0] * hidden_states.shape[1] <= MAX_INT4_ROWS:
+            copy = Int4Copy(*self._int4.tensors, self._factors)
+        else:
+            copy = Float8Copy(*self._float8.tensors)
+        return ops.shortlist_top(hidden_states, self._weight, copy, self._k, has_sums)
 
 
 def is_used() -> bool:
@@ -65,10 +90,12 @@ def is_used() -> bool:
     return len(_shortlists) > 0
 
 
-def row_bytes(num_columns: int, hidden_size: int) -> int:
-    """Return the bytes that a shortlist keeps of one draft's logits while it chooses tokens; an upper bound.
+def row_bytes(num_columns: int, hidden_size: int, k: int) -> int:
+    """Return the bytes that a shortlist keeps of one draft's logits while it chooses k tokens; an upper bound.
 
-    It keeps the best column and a sum of each group, and the hidden state in float8.
+    It keeps the best column and a sum of each group, the hidden state in 8 bits with its scale, and of each candidate the
+    column, the estimate and the logit.
     """
-    num_groups = -(-num_columns // GROUP)
-    return num_groups * (torch.int32.itemsize + torch.float32.itemsize) + hidden_size + torch.float32.itemsize
+    of_groups = -(-num_columns // GROUP) * (torch.int32.itemsize + torch.float32.itemsize)
+    of_candidates = num_candidates(k, is_int4=True) * (torch.int32.itemsize + 2 * torch.float32.itemsize)
+    return of_groups + hidden_size + torch.float32.itemsize + of_candidates

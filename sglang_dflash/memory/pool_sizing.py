@@ -154,7 +154,7 @@ def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
     columns = pad_vocab_size(vocab_size) // get_parallel().tp_size
     row = columns * configurator.model_dtype.itemsize
     if shortlist.is_used():
-        row = shortlist.row_bytes(columns, drafter.hidden_size)
+        row = shortlist.row_bytes(columns, drafter.hidden_size, num_candidates(configurator.server_args))
     return (get_spec().speculative_dflash_block_size - 1) * row
 
 

@@ -26,14 +26,16 @@ class WeightCopy:
         weight: torch.Tensor,
         quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
         order: torch.Tensor | None = None,
+        prepare: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """
         Args:
             weight: [rows, depth].
             quantize: returns tensors with a row for each row that it gets.
             order: [copied rows] int64. The weight's row of each row of the copy; None: the same.
+            prepare: called with the whole weight before its rows are quantised.
         """
-        self._weight, self._quantize, self._order = weight, quantize, order
+        self._weight, self._quantize, self._order, self._prepare = weight, quantize, order, prepare
         self._num_rows = len(weight) if order is None else len(order)
         self.tensors = tuple(part.new_empty((self._num_rows, *part.shape[1:])) for part in quantize(weight[:1]))
         self.fill()
@@ -42,6 +44,8 @@ class WeightCopy:
     @torch.no_grad()
     def fill(self) -> None:
         """Make the copy from the present weights."""
+        if self._prepare is not None:
+            self._prepare(self._weight)
         step = max(1, _NUMBERS // self._weight.shape[1])
         for start in range(0, self._num_rows, step):
             rows = slice(start, start + step)

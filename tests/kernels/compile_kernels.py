@@ -25,6 +25,8 @@ from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.argmax_product import argmax_product
 from sglang_dflash.ops.kernels.linear_few_rows import linear_few_rows
 from sglang_dflash.ops.kernels.linear_int8 import linear_int8
+from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
+from sglang_dflash.ops.reference.shortlist_top import Float8Copy, Int4Copy
 
 ARGS = argparse.Namespace(vocab=151936, context=512, window=64)
 # Only Hopper GPUs run them (`ops.small_m_linear.is_measured`).
@@ -94,9 +96,9 @@ def compile_for(gpu: Gpu) -> None:
     trees._shared_memory = lambda device: gpu.shared_memory
 
 
-def quantize_nothing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors as `quantize_rows` does. Their numbers do not matter here, and a vocabulary takes long."""
-    return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.ones(len(x))
+def quantize_nothing(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors as `quantize_int4` does. Their numbers do not matter here, and a vocabulary takes long."""
+    return torch.zeros(len(x), x.shape[1] // 2, dtype=torch.int8), torch.ones(len(x))
 
 
 def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -105,7 +107,7 @@ def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple
 
 
 def compile_benchmarked(gpu: Gpu) -> None:
-    bench_kernels.quantize_rows, bench_kernels.quantize_randomly = quantize_nothing, quantize_randomly
+    bench_kernels.quantize_int4, bench_kernels.quantize_randomly = quantize_nothing, quantize_randomly
     for make in bench_kernels.KERNELS:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
@@ -125,6 +127,14 @@ def compile_benchmarked(gpu: Gpu) -> None:
         weight, numbers = torch.zeros(256, 512).bfloat16(), torch.zeros(256, 512, dtype=torch.int8)
         for rows in (16, 32, 64, 128):
             argmax_product(torch.zeros(rows, 512).bfloat16(), weight, numbers, *torch.ones(2, 256).unbind())
+        copies = {
+            # Rows of the largest tile of each tiling.
+            Int4Copy(torch.zeros(256, 256, dtype=torch.int8), torch.ones(256), torch.ones(512)): (32, 64, 128),
+            Float8Copy(torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.ones(256)): (64, 128, 256),
+        }
+        for copy, tiles in copies.items():
+            for rows in tiles:
+                shortlist_top(torch.zeros(1, rows, 512).bfloat16(), weight, copy, 4, True)
         queries, keys, values = (
             torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((9, 64), *[(3, 200, 64)] * 2)
         )

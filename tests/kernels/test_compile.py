@@ -18,7 +18,7 @@ TRAINING, UNMEASURED = {"_decode_attention_kernel"}, {"_read_clock_kernel"}
 TREES = {"_attend_trees_kernel", "_divide_keys_kernel", "_merge_parts_kernel"}
 # Only a Hopper GPU runs them.
 HOPPER_ONLY = {"_add_rms_norm_kernel", "_linear_few_rows_kernel", "_linear_gated_rows_kernel"}
-HOPPER_ONLY |= {"_quantize_kernel", "_shortlist_kernel", "_best_candidates_kernel", "_split_rows_kernel"}
+HOPPER_ONLY |= {"_quantize_kernel", "_shortlist_kernel", "_candidates_kernel", "_best_kernel", "_split_rows_kernel"}
 HOPPER_ONLY |= {"_bounds_kernel", "_best_column_kernel", "_linear_int8_kernel"}
 # Those that share code are compiled for by one program.
 SHARING = [

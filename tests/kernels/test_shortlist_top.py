@@ -4,16 +4,33 @@ from support.peak_memory import PeakMemory
 
 from sglang_dflash.draft.shortlist import row_bytes
 from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
-from sglang_dflash.ops.reference.shortlist_top import GROUP, quantize_rows, spread
+from sglang_dflash.ops.reference.shortlist_top import (
+    GROUP,
+    MAX_INT4_ROWS,
+    Float8Copy,
+    Int4Copy,
+    depth_scales,
+    quantize_float8,
+    quantize_int4,
+    spread,
+    unpack,
+)
 from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
 
 
-def copied(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the copy of a weight."""
-    return quantize_rows(weight[spread(len(weight), weight.device)])
+def int4_copy(weight: torch.Tensor) -> Int4Copy:
+    factors = depth_scales(weight)
+    return Int4Copy(*quantize_int4(weight[spread(len(weight), weight.device)], factors), factors)
 
 
-def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.dtype, device: str):
+def float8_copy(weight: torch.Tensor) -> Float8Copy:
+    return Float8Copy(*quantize_float8(weight[spread(len(weight), weight.device)]))
+
+
+COPIES = [int4_copy, float8_copy]
+
+
+def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.dtype, device: str, copied=int4_copy):
     """Return arguments of `shortlist_top`.
 
     x leaves out the first token of each block, as the drafter does. Each row resembles k columns in different groups,
@@ -28,7 +45,7 @@ def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.
     shares = torch.linspace(2, 1, k, device=device)[:, None] / sizes[like][..., None]
     x = (weight[like] * shares).sum(dim=-2) + torch.randn(bs, rows + 1, depth, device=device) / 2
     weight = weight.to(dtype)
-    return x.mul(20 / depth).to(dtype)[:, 1:], weight, *copied(weight), k
+    return x.mul(20 / depth).to(dtype)[:, 1:], weight, copied(weight), k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -47,8 +64,11 @@ def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.
         (2, 15, 1100, 1024, 16, True),
     ],
 )
-def test_matches_reference(bs, rows, columns, depth, k, has_sums, dtype, device):
-    arguments = (*operands(bs, rows, columns, depth, k, dtype, device), has_sums)
+@pytest.mark.parametrize("copied", COPIES)
+def test_matches_reference(bs, rows, columns, depth, k, has_sums, copied, dtype, device):
+    if copied is int4_copy and bs * rows > MAX_INT4_ROWS:
+        pytest.skip("for few rows")
+    arguments = (*operands(bs, rows, columns, depth, k, dtype, device, copied), has_sums)
     (logits, columns, log_sums), (expected, expected_columns, expected_sums) = (
         shortlist_top(*arguments),
         reference(*arguments),
@@ -69,16 +89,17 @@ def test_matches_reference(bs, rows, columns, depth, k, has_sums, dtype, device)
 def test_memory_is_in_the_budget(columns, device):
     """The server leaves room for what exists at a time, besides the results."""
     bs, rows, depth, k = 2, 3, 512, 4
-    arguments = (*operands(bs, rows, columns, depth, k, torch.bfloat16, device), True)
-    with PeakMemory(*(argument for argument in arguments if isinstance(argument, torch.Tensor))) as memory:
-        results = shortlist_top(*arguments)
+    x, weight, copy, k = operands(bs, rows, columns, depth, k, torch.bfloat16, device)
+    with PeakMemory(x, weight, copy.numbers, copy.scales, copy.factors) as memory:
+        results = shortlist_top(x, weight, copy, k, True)
     allocated = memory.peak - sum(result.nbytes for result in results)
-    assert allocated <= bs * rows * row_bytes(columns, depth) <= 1.2 * allocated
+    assert allocated <= bs * rows * row_bytes(columns, depth, k) <= 1.2 * allocated
 
 
 @pytest.mark.parametrize("k", [2, 8])
-def test_is_the_top(k, device):
-    x, weight, *others = operands(2, 15, 1500, 1024, k, torch.float16, device)
+@pytest.mark.parametrize("copied", COPIES)
+def test_is_the_top(k, copied, device):
+    x, weight, *others = operands(2, 15, 1500, 1024, k, torch.float16, device, copied)
     logits = x.flatten(0, 1).float() @ weight.float().T
     best, columns, log_sums = shortlist_top(x, weight, *others, True)
     torch.testing.assert_close(best, logits.gather(1, columns), rtol=2**-10, atol=0)
@@ -91,32 +112,49 @@ def test_is_the_top(k, device):
 
 @pytest.mark.parametrize("find", [shortlist_top, reference])
 @pytest.mark.parametrize("first", [0, 57, 1084])
-def test_best_are_neighbours(find, first, device):
+@pytest.mark.parametrize("copied", COPIES)
+def test_best_are_neighbours(find, first, copied, device):
     """Frequent tokens are neighbours in most vocabularies."""
     k, weight = 16, torch.randn(1100, 512, device=device).half()
     neighbours = weight[first : first + k].float()
     # Their logits differ by 1.
     logits = torch.arange(40.0, 40 - k, -1, device=device)
     x = (torch.linalg.solve(neighbours @ neighbours.T, logits) @ neighbours).half().expand(1, 2, -1)
-    _, columns, _ = find(x, weight, *copied(weight), k, True)
+    _, columns, _ = find(x, weight, copied(weight), k, True)
     assert columns.tolist() == [list(range(first, first + k))] * 2
 
 
-def test_first_of_equal_columns(device):
+@pytest.mark.parametrize("copied", COPIES)
+def test_first_of_equal_columns(copied, device):
     x, weight, *_ = operands(2, 5, 1000, 256, 1, torch.bfloat16, device)
     weight[130] = 1.5 * torch.randn(256, device=device)
     weight[600] = weight[130]
     x[:] = weight[130]
-    _, columns, _ = shortlist_top(x, weight, *copied(weight), 1, False)
+    _, columns, _ = shortlist_top(x, weight, copied(weight), 1, False)
     assert set(columns.flatten().tolist()) == {130}
-    _, columns, _ = shortlist_top(x, weight, *copied(weight), 2, False)
+    _, columns, _ = shortlist_top(x, weight, copied(weight), 2, False)
     assert columns.tolist() == [[130, 600]] * 10
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_only_infinities_and_nan(k, device):
+@pytest.mark.parametrize("copied", COPIES)
+def test_only_infinities_and_nan(k, copied, device):
     """The tokens are in the vocabulary, even if a broken model computes NaN or infinity."""
-    x, weight, *others = operands(4, 1, 300, 256, k, torch.bfloat16, device)
+    x, weight, *others = operands(4, 1, 300, 256, k, torch.bfloat16, device, copied)
     x[0], x[1], x[2, 0, 5], x[3] = float("nan"), float("inf"), float("nan"), 0.0
     _, columns, _ = shortlist_top(x, weight, *others, True)
     assert columns.min() >= 0 and columns.max() < 300
+
+
+def test_int4_copy(device):
+    """A number is within half of its scale of the weight over its factor, or at an end of the range."""
+    weight = torch.randn(100, 512, device=device) * torch.logspace(-2, 2, 512, device=device)
+    weight[3] = 0.0
+    factors = depth_scales(weight)
+    numbers, scales = quantize_int4(weight, factors)
+    numbers = unpack(numbers)
+    assert numbers.min() == -8 and numbers.max() == 7
+    wanted = weight / factors / scales[:, None]
+    assert ((numbers - wanted).abs() <= 0.5001).logical_or(numbers == wanted.clamp(-8, 7).round()).all()
+    approximate = numbers * scales[:, None] * factors
+    assert (approximate - weight).norm() < 0.15 * weight.norm()

@@ -84,7 +84,8 @@ def lm_head_of(logits: torch.Tensor, num_added: int) -> ParallelLMHead:
 def with_some_best(logits: torch.Tensor) -> torch.Tensor:
     """Return logits with SHORTLISTED best tokens in different groups, each far from the next."""
     place = torch.arange(SHORTLISTED)
-    apart = logits.shape[1] // SHORTLISTED
+    # A group has tokens that are a multiple of the number of groups apart.
+    apart = logits.shape[1] // SHORTLISTED - 1
     tokens = place * 5 % SHORTLISTED * apart + torch.arange(NUM_ROWS)[:, None] * 3
     return logits.scatter(1, tokens, (30 - 2 * place).to(logits.dtype).expand(NUM_ROWS, -1))
 

@@ -187,9 +187,9 @@ def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
         assert memory.total > memory.draft_logits + memory.logits
         monkeypatch.setattr(shortlist, "_shortlists", {object()})
         of_shortlist = CycleMemory.of(kvc).draft_logits
-    # The best column and a sum of each group of 64, and 256 numbers in float8 with their scale.
+    # The best column and a sum of each group of 64, 256 numbers in int8 with their scale, and 64 candidates.
     columns = 512 if numbers % 1024 else 1024
-    assert of_shortlist == 8 * numbers // columns * (columns // 64 * 8 + 256 + 4)
+    assert of_shortlist == 8 * numbers // columns * (columns // 64 * 8 + 256 + 4 + 64 * 12)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""Top-k of a matrix product for every row, at half the bytes of the full product.
+"""Top-k of a matrix product for every row, at a quarter or half of the bytes of the full product.
 
-The product of few rows is bound by reading weights. A float8 copy of the weights halves the bytes. Its results are
-never written: each row keeps the best column of every group, in one integer, and the sum of exponentials of every tile.
-Then one thread block per row computes the best of those columns at full precision.
+The product of few rows is bound by reading weights. A copy of the weights in int4 has a quarter of the bytes. Tensor
+cores multiply int8, so a byte of two weights becomes two bytes of one weight each in registers, times 16. The product
+of many rows is bound by the tensor cores, which take a copy in float8 straight from shared memory.
+
+The products are never written: each row keeps the best column of every group, in one integer, and the sum of
+exponentials of every tile. Then several thread blocks per row compute the best of those columns at full precision, so
+that the weights of all are read at a time. One more launch sorts them.
 """
 
 from __future__ import annotations
@@ -13,15 +17,27 @@ import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, from_ordered, pop, store_best, to_ordered
-from sglang_dflash.ops.reference.shortlist_top import DEPTH, FLOAT8, GROUP, LARGEST, num_candidates
+from sglang_dflash.ops.reference.shortlist_top import (
+    DEPTH,
+    FLOAT8,
+    GROUP,
+    LARGEST_FLOAT8,
+    LARGEST_INT8,
+    MAX_INT4_ROWS,
+    Float8Copy,
+    Int4Copy,
+    num_candidates,
+    parts_of,
+)
 
 _TILE = 128
 # Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
 _MIN_ROWS, _MAX_ROWS = 16, 256
 # Per maximum of rows in a tile: depth read at a time, stages, warps. The fastest of those measured.
-_TILINGS = {64: (256, 3, 4), 128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
-# Weights of all candidates of a row that are read at a time.
-_NUMBERS, _CANDIDATE_WARPS = 4096, 4
+_INT4_TILINGS = {32: (DEPTH, 4, 4), 64: (DEPTH, 4, 8), MAX_INT4_ROWS: (DEPTH, 3, 8)}
+_FLOAT8_TILINGS = {64: (256, 3, 4), 128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
+# Weights of the candidates of a thread block that are read at a time.
+_NUMBERS, _CANDIDATE_WARPS = 16384, 8
 
 
 @triton.jit
@@ -30,30 +46,64 @@ def _quantize_kernel(
     request_stride,
     row_stride,
     rows_per_request,
+    factors,
     rows8,
     row_scales,
     size_k,
     LARGEST: tl.constexpr,
     K: tl.constexpr,
+    IS_INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    column = tl.arange(0, K)
+    inside = column < size_k
     pdl.wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
-    column = tl.arange(0, K)
-    number = tl.load(x + column, mask=column < size_k, other=0.0).to(tl.float32)
+    number = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if IS_INT8:
+        number *= tl.load(factors + column, mask=inside, other=0.0)
     largest = tl.max(tl.abs(number))
-    tl.store(row_scales + row, largest / LARGEST)
-    number *= LARGEST / tl.where(largest > 0, largest, LARGEST)
+    # The maximum leaves NaN out.
+    is_finite = tl.sum(tl.abs(number)) < float("inf")
+    scale = tl.div_rn(largest, LARGEST * 1.0)
+    tl.store(row_scales + row, tl.where(is_finite, scale, float("nan")))
+    number = tl.div_rn(number, tl.where(scale > 0, scale, 1.0))
+    if IS_INT8:
+        number = tl.floor(number + 0.5)
     number = tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
-    tl.store(rows8 + row * size_k + column, number.to(rows8.dtype.element_ty), mask=column < size_k)
+    tl.store(rows8 + row * size_k + column, number.to(rows8.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack(packed, IS_COMPILED: tl.constexpr):
+    """Return the numbers in the high and in the low bits of bytes, times 16.
+
+    Triton shifts bytes one by one. The instructions here take four at a time. Its interpreter has none.
+    """
+    if IS_COMPILED:
+        high = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        high, low = packed & -16, packed << 4
+    return high, low
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _shortlist_kernel(
     rows8,
     row_scales,
-    weight8,
+    numbers,
+    half_k,
     scales,
     keys,
     tile_log_sums,
@@ -67,6 +117,8 @@ def _shortlist_kernel(
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
     SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -80,13 +132,30 @@ def _shortlist_kernel(
     is_column = (place // GROUP < num_groups) & (place % GROUP * num_groups + place // GROUP < num_columns)
     row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
-    total = tl.zeros((TILE, ROWS), tl.float32)
-    for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
-        k = start + tl.arange(0, DEPTH)
-        numbers = tl.load(weight8 + place[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0.0)
-        rows = tl.load(rows8 + row[None, :] * size_k + k[:, None], mask=is_row[None, :], other=0.0)
-        total = tl.dot(numbers, rows, total)
-    total *= tl.load(scales + place, mask=is_column, other=0.0)[:, None]
+    scale = tl.load(scales + place, mask=is_column, other=0.0)
+    if IS_INT4:
+        # A byte has two numbers that are half a step apart.
+        HALF: tl.constexpr = DEPTH // 2
+        in_half = tl.arange(0, HALF)
+        sums = tl.zeros((TILE, ROWS), tl.int32)
+        of_rows = rows8 + row[None, :] * size_k + in_half[:, None]
+        for start in tl.range(0, half_k, HALF, num_stages=STAGES):
+            at = numbers + place[:, None] * half_k + (start + in_half)[None, :]
+            high, low = _unpack(tl.load(at, mask=is_column[:, None], other=0), IS_COMPILED)
+            rows = tl.load(of_rows + 2 * start, mask=is_row[None, :], other=0)
+            sums = tl.dot(high, rows, sums, out_dtype=tl.int32)
+            rows = tl.load(of_rows + (2 * start + HALF), mask=is_row[None, :], other=0)
+            sums = tl.dot(low, rows, sums, out_dtype=tl.int32)
+        total = sums.to(tl.float32)
+        scale /= 16
+    else:
+        total = tl.zeros((TILE, ROWS), tl.float32)
+        for start in tl.range(0, size_k, DEPTH, num_stages=STAGES):
+            k = start + tl.arange(0, DEPTH)
+            weights = tl.load(numbers + place[:, None] * size_k + k[None, :], mask=is_column[:, None], other=0.0)
+            rows = tl.load(rows8 + row[None, :] * size_k + k[:, None], mask=is_row[None, :], other=0.0)
+            total = tl.dot(weights, rows, total)
+    total *= scale[:, None]
     total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
     total = tl.where((total == total) & is_column[:, None], total, float("-inf"))
     # The low bits of a key give the column in its group. Lower columns have larger keys.
@@ -103,38 +172,35 @@ def _shortlist_kernel(
 
 
 @triton.jit
-def _best_candidates_kernel(
+def _candidates_kernel(
     x,
     request_stride,
     row_stride,
     rows_per_request,
     weight,
     keys,
-    tile_log_sums,
-    num_columns,
-    num_tiles,
+    keys_stride,
+    num_groups,
     size_k,
-    best_logits,
-    best_columns,
-    log_sums,
-    K: tl.constexpr,
+    candidates,
+    estimates,
+    logits,
+    PARTS: tl.constexpr,
+    QUOTA: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.wait_and_release(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, PADDED_TILES * GROUPS)
-    num_groups = tl.cdiv(num_columns, GROUP)
-    group_keys = tl.load(keys + row * num_tiles * GROUPS + group, mask=group < num_groups, other=LOWEST)
-    rank = tl.arange(0, CANDIDATES)
-    key = tl.full((CANDIDATES,), LOWEST, tl.int32)
-    column = tl.full((CANDIDATES,), NO_COLUMN, tl.int32)
-    for i in range(CANDIDATES):
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    group = tl.arange(0, PADDED_GROUPS) * PARTS + part
+    group_keys = tl.load(keys + row * keys_stride + group, mask=group < num_groups, other=LOWEST)
+    rank = tl.arange(0, QUOTA)
+    key = tl.full((QUOTA,), LOWEST, tl.int32)
+    column = tl.full((QUOTA,), NO_COLUMN, tl.int32)
+    for i in range(QUOTA):
         best, of_group, group_keys = pop(group_keys, group)
         is_found = (rank == i) & (of_group != NO_COLUMN)
         key = tl.where(is_found, best, key)
@@ -143,67 +209,98 @@ def _best_candidates_kernel(
     is_column = column != NO_COLUMN
     x += row // rows_per_request * request_stride + row % rows_per_request * row_stride
     start = weight + tl.where(is_column, column, 0).to(tl.int64)[:, None] * size_k
-    total = tl.zeros((CANDIDATES, BLOCK), tl.float32)
+    total = tl.zeros((QUOTA, BLOCK), tl.float32)
     for first in range(0, size_k, BLOCK):
         k = first + tl.arange(0, BLOCK)
         number = tl.load(x + k, mask=k < size_k, other=0.0).to(tl.float32)
         weights = tl.load(start + k[None, :], mask=is_column[:, None] & (k < size_k)[None, :], other=0.0)
         total += weights.to(tl.float32) * number[None, :]
-    # Rounded as the product would be. Of equal logits the lower column comes first.
+    # Rounded as the product would be.
     logit = tl.sum(total, axis=1).to(x.dtype.element_ty).to(tl.float32)
-    logit = tl.where(is_column & (logit == logit), logit, float("-inf"))
+    at = (row * PARTS + part) * QUOTA + rank
+    tl.store(candidates + at, column)
+    tl.store(estimates + at, tl.where(is_column, from_ordered(key & -GROUP), float("-inf")))
+    tl.store(logits + at, tl.where(is_column & (logit == logit), logit, float("-inf")))
+
+
+@triton.jit
+def _best_kernel(
+    candidates,
+    estimates,
+    logits,
+    tile_log_sums,
+    num_tiles,
+    best_logits,
+    best_columns,
+    log_sums,
+    K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    SUMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl.wait_and_release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * CANDIDATES + tl.arange(0, CANDIDATES)
+    column, logit = tl.load(candidates + at), tl.load(logits + at)
+    # Of equal logits the lower column comes first.
+    key = tl.where(column != NO_COLUMN, to_ordered(logit), LOWEST)
+    store_best(key, column, best_logits + row * K, best_columns + row * K, K)
     if SUMS:
         tile = tl.arange(0, PADDED_TILES)
-        in_float8 = tl.load(tile_log_sums + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-        largest = tl.maximum(tl.maximum(tl.max(in_float8), tl.max(logit)), LEAST)
-        # Replace the float8 values of the candidates by their exact ones.
-        candidates = tl.where(is_column, from_ordered(key & -GROUP), float("-inf"))
-        others = tl.sum(tl.exp(in_float8 - largest)) - tl.sum(tl.exp(candidates - largest))
+        of_tiles = tl.load(tile_log_sums + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        largest = tl.maximum(tl.maximum(tl.max(of_tiles), tl.max(logit)), LEAST)
+        # Replace the estimates of the candidates by their logits.
+        others = tl.sum(tl.exp(of_tiles - largest)) - tl.sum(tl.exp(tl.load(estimates + at) - largest))
         total_sum = tl.maximum(others, 0.0) + tl.sum(tl.exp(logit - largest))
         tl.store(log_sums + row, largest + tl.log(total_sum))
-    logit_keys = tl.where(is_column, to_ordered(logit), LOWEST)
-    store_best(logit_keys, column, best_logits + row * K, best_columns + row * K, K)
 
 
 def shortlist_top(
-    x: torch.Tensor, weight: torch.Tensor, weight8: torch.Tensor, scales: torch.Tensor, k: int, has_sums: bool
+    x: torch.Tensor, weight: torch.Tensor, copy: Int4Copy | Float8Copy, k: int, has_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`."""
     (bs, rows_per_request, size_k), num_columns = x.shape, weight.shape[0]
-    candidates = num_candidates(k)
-    assert x.stride(2) == 1 and size_k % DEPTH == 0 and k <= triton.cdiv(num_columns, GROUP)
-    assert weight.is_contiguous() and weight8.is_contiguous() and scales.is_contiguous()
-    num_rows, device = bs * rows_per_request, x.device
+    num_rows, device, is_int4 = bs * rows_per_request, x.device, isinstance(copy, Int4Copy)
+    num_groups = triton.cdiv(num_columns, GROUP)
+    assert x.stride(2) == 1 and size_k % DEPTH == 0 and k <= num_groups
+    assert weight.is_contiguous() and copy.numbers.is_contiguous() and copy.scales.is_contiguous()
+    assert num_rows <= MAX_INT4_ROWS or not is_int4
     logits = torch.empty((num_rows, k), dtype=torch.float32, device=device)
     columns = torch.empty((num_rows, k), dtype=torch.int64, device=device)
     log_sums = torch.empty(num_rows, dtype=torch.float32, device=device) if has_sums else None
     if num_rows == 0:
         return logits, columns, log_sums
-    num_tiles, groups = triton.cdiv(num_columns, _TILE), _TILE // GROUP
-    rows8 = torch.empty((num_rows, size_k), dtype=FLOAT8, device=device)
+    num_tiles = triton.cdiv(num_columns, _TILE)
+    keys_stride = num_tiles * (_TILE // GROUP)
+    rows8 = torch.empty((num_rows, size_k), dtype=torch.int8 if is_int4 else FLOAT8, device=device)
     row_scales = torch.empty(num_rows, dtype=torch.float32, device=device)
-    keys = torch.empty((num_rows, num_tiles * groups), dtype=torch.int32, device=device)
+    keys = torch.empty((num_rows, keys_stride), dtype=torch.int32, device=device)
     tile_log_sums = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device) if has_sums else None
     pdl_is_available = pdl.is_available(device)
     rows = (x, x.stride(0), x.stride(1), rows_per_request)
     _quantize_kernel[(num_rows,)](
         *rows,
+        copy.factors if is_int4 else None,
         rows8,
         row_scales,
         size_k,
-        LARGEST=LARGEST,
+        LARGEST=LARGEST_INT8 if is_int4 else LARGEST_FLOAT8,
         K=triton.next_power_of_2(size_k),
+        IS_INT8=is_int4,
         PDL=pdl_is_available,
         launch_pdl=pdl_is_available,
     )
     tile_rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
     num_row_tiles = triton.cdiv(num_rows, tile_rows)
-    depth, stages, num_warps = next(tiling for most, tiling in _TILINGS.items() if tile_rows <= most)
+    tilings = _INT4_TILINGS if is_int4 else _FLOAT8_TILINGS
+    depth, stages, num_warps = next(tiling for most, tiling in tilings.items() if tile_rows <= most)
     _shortlist_kernel[(num_tiles * num_row_tiles,)](
         rows8,
         row_scales,
-        weight8,
-        scales,
+        copy.numbers,
+        size_k // 2,
+        copy.scales,
         keys,
         tile_log_sums,
         num_rows,
@@ -216,31 +313,51 @@ def shortlist_top(
         GROUP=GROUP,
         DEPTH=depth,
         STAGES=stages,
+        IS_INT4=is_int4,
+        IS_COMPILED=not triton.knobs.runtime.interpret,
         SUMS=has_sums,
         PDL=pdl_is_available,
         num_warps=num_warps,
         launch_pdl=pdl_is_available,
     )
-    _best_candidates_kernel[(num_rows,)](
+    candidates = num_candidates(k, is_int4)
+    parts, quota = parts_of(candidates)
+    of_candidates = torch.empty((3, num_rows, candidates), dtype=torch.float32, device=device)
+    candidate_columns, estimates, candidate_logits = of_candidates.view(torch.int32)[0], *of_candidates[1:]
+    _candidates_kernel[(num_rows * parts,)](
         *rows,
         weight,
         keys,
-        tile_log_sums,
-        num_columns,
-        num_tiles,
+        keys_stride,
+        num_groups,
         size_k,
+        candidate_columns,
+        estimates,
+        candidate_logits,
+        PARTS=parts,
+        QUOTA=quota,
+        GROUP=GROUP,
+        PADDED_GROUPS=triton.next_power_of_2(triton.cdiv(num_groups, parts)),
+        BLOCK=_NUMBERS // quota,
+        PDL=pdl_is_available,
+        num_warps=_CANDIDATE_WARPS,
+        launch_pdl=pdl_is_available,
+    )
+    _best_kernel[(num_rows,)](
+        candidate_columns,
+        estimates,
+        candidate_logits,
+        tile_log_sums,
+        num_tiles,
         logits,
         columns,
         log_sums,
         K=k,
-        GROUP=GROUP,
-        GROUPS=groups,
-        PADDED_TILES=triton.next_power_of_2(num_tiles),
         CANDIDATES=candidates,
-        BLOCK=_NUMBERS // candidates,
+        PADDED_TILES=triton.next_power_of_2(num_tiles),
         SUMS=has_sums,
         PDL=pdl_is_available,
-        num_warps=_CANDIDATE_WARPS,
+        num_warps=1,
         launch_pdl=pdl_is_available,
     )
     return logits, columns, log_sums
