@@ -93,8 +93,8 @@ def is_used() -> bool:
 def row_bytes(num_columns: int, hidden_size: int, k: int) -> int:
     """Return the bytes that a shortlist keeps of one draft's logits while it chooses k tokens; an upper bound.
 
-    It keeps the best column and a sum of each group, the hidden state in 8 bits with its scale, and of each candidate the
-    column, the estimate and the logit.
+    It keeps the best column and a sum of each group, the hidden state in 8 bits with its scale, and the column, the
+    estimate and the logit of each candidate.
     """
     of_groups = -(-num_columns // GROUP) * (torch.int32.itemsize + torch.float32.itemsize)
     of_candidates = num_candidates(k, is_int4=True) * (torch.int32.itemsize + 2 * torch.float32.itemsize)
