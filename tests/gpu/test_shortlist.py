@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import COMMON, ON_CPU, EngineConfig, Engines, greedy
+from engines import COMMON, GRAPH_SIZES, ON_CPU, EngineConfig, Engines, greedy
 from safetensors.torch import save_file
 from support.ties import tokens_per_cycle
 
@@ -150,11 +150,13 @@ def folder(ranks, tmp_path_factory):
 
 
 def check(engines: Engines, config: EngineConfig, walk: tuple[int, int], prefix: list[int]) -> float:
-    """Check the answers, 8 requests at a time. Return tokens per cycle."""
-    calls = [greedy([prefix + p for p in PROMPTS[i : i + 8]], NEW_TOKENS, flush=True) for i in (0, 8)]
-    answers = [answer for answers in engines.ask(config, calls) for answer in answers]
-    assert [answer["output_ids"] for answer in answers] == [text_of(prompt, walk) for prompt in PROMPTS]
-    return tokens_per_cycle(answers)
+    """Check answers of 8 requests, whose drafts an int4 copy chooses, and of all. Return tokens per cycle."""
+    asked = [PROMPTS[:8], PROMPTS]
+    calls = [greedy([prefix + prompt for prompt in prompts], NEW_TOKENS, flush=True) for prompts in asked]
+    answers = engines.ask(config, calls)
+    for prompts, of_call in zip(asked, answers, strict=True):
+        assert [answer["output_ids"] for answer in of_call] == [text_of(prompt, walk) for prompt in prompts]
+    return tokens_per_cycle([answer for of_call in answers for answer in of_call])
 
 
 @pytest.mark.gpu
@@ -169,6 +171,8 @@ def test_drafts_before_and_after_an_update(shape, ranks, folder, engines):
         "skip_tokenizer_init": True,
         "log_level": "info",
         "tp_size": ranks,
+        "max_running_requests": len(PROMPTS),
+        "cuda_graph_bs_decode": [*GRAPH_SIZES, len(PROMPTS)],
     }
     if shape == "chains":
         arguments["speculative_eagle_topk"] = 1
@@ -178,7 +182,7 @@ def test_drafts_before_and_after_an_update(shape, ranks, folder, engines):
 
     before = check(engines, config, WALKS[0], [])
     log = engines.log(config)
-    for copy in ("Drafts are chosen by a copy of the lm_head in float8", "Greedy tokens are chosen by a copy"):
+    for copy in ("Drafts are chosen by copies of the lm_head in int4 and float8", "Greedy tokens are chosen by a copy"):
         assert copy in log
     # Graphs that compute no logits are replayed.
     assert "Loads a graph: greedy" in log
