@@ -44,12 +44,13 @@ from sglang_dflash.ops.reference.shortlist_top import (
     MAX_INT4_ROWS,
     Float8Copy,
     Int4Copy,
-    depth_scales,
+    depth_factors,
     num_candidates,
     quantize_float8,
     quantize_int4,
-    spread,
+    spread_order,
 )
+from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -512,12 +513,12 @@ def shortlist(bs: int, args: argparse.Namespace, has_sums: bool) -> Case:
     # Their logits differ by 1, so that rounding does not change their order.
     logits = (3.0 * k - torch.arange(k, device=DEVICE)).expand(bs, BLOCK_SIZE, 1, -1).mT
     x = (torch.linalg.solve(like @ like.mT, logits).mT @ like).half()[:, 1:, 0]
-    is_int4 = bs * (BLOCK_SIZE - 1) <= MAX_INT4_ROWS
+    is_int4, order = bs * (BLOCK_SIZE - 1) <= MAX_INT4_ROWS, spread_order(args.vocab, DEVICE)
     if is_int4:
-        factors = depth_scales(weight)
-        copy = Int4Copy(*quantize_int4(weight[spread(len(weight), DEVICE)], factors), factors)
+        factors = depth_factors(weight)
+        copy = Int4Copy(*WeightCopy(weight, functools.partial(quantize_int4, factors=factors), order).tensors, factors)
     else:
-        copy = Float8Copy(*quantize_float8(weight[spread(len(weight), DEVICE)]))
+        copy = Float8Copy(*WeightCopy(weight, quantize_float8, order).tensors)
     of_rows = x.numel() * (x.itemsize + num_candidates(k, is_int4) * weight.itemsize)
     return Case((x, weight, copy, k, has_sums), copy.numbers.nbytes + copy.scales.nbytes + of_rows)
 

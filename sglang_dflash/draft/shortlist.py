@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -24,11 +25,11 @@ from sglang_dflash.ops.reference.shortlist_top import (
     MAX_INT4_ROWS,
     Float8Copy,
     Int4Copy,
-    depth_scales,
+    depth_factors,
     num_candidates,
     quantize_float8,
     quantize_int4,
-    spread,
+    spread_order,
 )
 from sglang_dflash.ops.weight_copy import WeightCopy
 from sglang_dflash.server_args.arguments import runs_cycles
@@ -49,14 +50,17 @@ class Shortlist:
             k: tokens to find.
         """
         self._weight, self._k = weight, k
-        self._factors = torch.ones(weight.shape[1], device=weight.device)
-        order = spread(len(weight), weight.device)
-        self._int4 = WeightCopy(weight, lambda rows: quantize_int4(rows, self._factors), order, self._scale_depth)
-        self._float8 = WeightCopy(weight, quantize_float8, order)
+        order, factors = spread_order(len(weight), weight.device), torch.ones(weight.shape[1], device=weight.device)
+        quantize = partial(quantize_int4, factors=factors)
+        copies = (
+            WeightCopy(weight, quantize, order, prepare=lambda weight: factors.copy_(depth_factors(weight))),
+            WeightCopy(weight, quantize_float8, order),
+        )
+        # Referred to here, or weight updates would not reach them.
+        self._copies = copies
+        self._int4 = Int4Copy(*copies[0].tensors, factors)
+        self._float8 = Float8Copy(*copies[1].tensors)
         _shortlists.add(self)
-
-    def _scale_depth(self, weight: torch.Tensor) -> None:
-        self._factors.copy_(depth_scales(weight))
 
     @classmethod
     def of(cls, lm_head: VocabParallelEmbedding, k: int) -> Shortlist | None:
@@ -78,10 +82,8 @@ class Shortlist:
 
         See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
         """
-        if hidden_states.shape[0] * hidden_states.shape[1] <= MAX_INT4_ROWS:
-            copy = Int4Copy(*self._int4.tensors, self._factors)
-        else:
-            copy = Float8Copy(*self._float8.tensors)
+        num_rows = hidden_states.shape[0] * hidden_states.shape[1]
+        copy = self._int4 if num_rows <= MAX_INT4_ROWS else self._float8
         return ops.shortlist_top(hidden_states, self._weight, copy, self._k, has_sums)
 
 

@@ -154,7 +154,8 @@ def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
     columns = pad_vocab_size(vocab_size) // get_parallel().tp_size
     row = columns * configurator.model_dtype.itemsize
     if shortlist.is_used():
-        row = shortlist.row_bytes(columns, drafter.hidden_size, num_candidates(configurator.server_args))
+        k = num_candidates(configurator.server_args) if drafter.pairs is None else drafter.pairs.num_candidates
+        row = shortlist.row_bytes(columns, drafter.hidden_size, k)
     return (get_spec().speculative_dflash_block_size - 1) * row
 
 

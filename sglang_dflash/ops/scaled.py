@@ -16,7 +16,7 @@ def scale_rows(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Ten
         numbers: [rows, depth] float32. `numbers * scales` is x. A row of zeros stays one.
         scales: [rows] float32.
     """
-    greatest = x.abs().amax(dim=-1).float()
+    of_rows = x.abs().amax(dim=-1).float()
     # On a GPU torch multiplies by the inverse of a number, which rounds otherwise.
-    scales = greatest / torch.full_like(greatest, largest)
+    scales = of_rows / torch.full_like(of_rows, largest)
     return x.float() / torch.where(scales > 0, scales, 1.0)[:, None], scales

@@ -150,8 +150,8 @@ def folder(ranks, tmp_path_factory):
 
 
 def check(engines: Engines, config: EngineConfig, walk: tuple[int, int], prefix: list[int]) -> float:
-    """Check answers of 8 requests, whose drafts an int4 copy chooses, and of all. Return tokens per cycle."""
-    asked = [PROMPTS[:8], PROMPTS]
+    """Check answers of 4 requests, whose drafts an int4 copy chooses, and of all. Return tokens per cycle."""
+    asked = [PROMPTS[:4], PROMPTS]
     calls = [greedy([prefix + prompt for prompt in prompts], NEW_TOKENS, flush=True) for prompts in asked]
     answers = engines.ask(config, calls)
     for prompts, of_call in zip(asked, answers, strict=True):

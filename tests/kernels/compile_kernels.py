@@ -96,9 +96,9 @@ def compile_for(gpu: Gpu) -> None:
     trees._shared_memory = lambda device: gpu.shared_memory
 
 
-def quantize_nothing(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_nothing(weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tensors as `quantize_int4` does. Their numbers do not matter here, and a vocabulary takes long."""
-    return torch.zeros(len(x), x.shape[1] // 2, dtype=torch.int8), torch.ones(len(x))
+    return torch.zeros(len(weight), weight.shape[1] // 2, dtype=torch.int8), torch.ones(len(weight))
 
 
 def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -108,6 +108,7 @@ def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple
 
 def compile_benchmarked(gpu: Gpu) -> None:
     bench_kernels.quantize_int4, bench_kernels.quantize_randomly = quantize_nothing, quantize_randomly
+    bench_kernels.depth_factors = lambda weight: torch.ones(weight.shape[1])
     for make in bench_kernels.KERNELS:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)
@@ -129,8 +130,8 @@ def compile_benchmarked(gpu: Gpu) -> None:
             argmax_product(torch.zeros(rows, 512).bfloat16(), weight, numbers, *torch.ones(2, 256).unbind())
         copies = {
             # Rows of the largest tile of each tiling.
-            Int4Copy(torch.zeros(256, 256, dtype=torch.int8), torch.ones(256), torch.ones(512)): (32, 64, 128),
-            Float8Copy(torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.ones(256)): (64, 128, 256),
+            Int4Copy(torch.zeros(256, 256, dtype=torch.int8), torch.ones(256), torch.ones(512)): (16, 32, 64),
+            Float8Copy(torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.ones(256)): (128, 256),
         }
         for copy, tiles in copies.items():
             for rows in tiles:

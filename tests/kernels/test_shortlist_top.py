@@ -9,22 +9,22 @@ from sglang_dflash.ops.reference.shortlist_top import (
     MAX_INT4_ROWS,
     Float8Copy,
     Int4Copy,
-    depth_scales,
+    depth_factors,
     quantize_float8,
     quantize_int4,
-    spread,
+    spread_order,
     unpack,
 )
 from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
 
 
 def int4_copy(weight: torch.Tensor) -> Int4Copy:
-    factors = depth_scales(weight)
-    return Int4Copy(*quantize_int4(weight[spread(len(weight), weight.device)], factors), factors)
+    factors = depth_factors(weight)
+    return Int4Copy(*quantize_int4(weight[spread_order(len(weight), weight.device)], factors), factors)
 
 
 def float8_copy(weight: torch.Tensor) -> Float8Copy:
-    return Float8Copy(*quantize_float8(weight[spread(len(weight), weight.device)]))
+    return Float8Copy(*quantize_float8(weight[spread_order(len(weight), weight.device)]))
 
 
 COPIES = [int4_copy, float8_copy]
@@ -62,6 +62,9 @@ def operands(bs: int, rows: int, columns: int, depth: int, k: int, dtype: torch.
         (3, 7, 129, 768, 2, True),
         (5, 15, 300, 768, 3, False),
         (2, 15, 1100, 1024, 16, True),
+        # More groups than candidates, in all parts.
+        (1, 15, 8191, 1024, 16, True),
+        (4, 15, 4300, 1024, 16, False),
     ],
 )
 @pytest.mark.parametrize("copied", COPIES)
@@ -146,11 +149,24 @@ def test_only_infinities_and_nan(k, copied, device):
     assert columns.min() >= 0 and columns.max() < 300
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("find", [shortlist_top, reference])
+@pytest.mark.parametrize("copied", COPIES)
+def test_one_broken_weight(number, find, copied, device):
+    """Only its column is lost."""
+    x, weight, *_ = operands(1, 4, 1500, 256, 4, torch.float16, device)
+    _, expected, _ = find(x, weight, copied(weight), 4, True)
+    broken = next(column for column in range(1500) if column not in expected)
+    weight[broken, 7] = number
+    _, columns, _ = find(x, weight, copied(weight), 4, True)
+    assert torch.equal(columns, expected)
+
+
 def test_int4_copy(device):
     """A number is within half of its scale of the weight over its factor, or at an end of the range."""
     weight = torch.randn(100, 512, device=device) * torch.logspace(-2, 2, 512, device=device)
     weight[3] = 0.0
-    factors = depth_scales(weight)
+    factors = depth_factors(weight)
     numbers, scales = quantize_int4(weight, factors)
     numbers = unpack(numbers)
     assert numbers.min() == -8 and numbers.max() == 7

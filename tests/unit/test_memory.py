@@ -203,7 +203,7 @@ def test_drafts_have_logits(tmp_path, monkeypatch, fields, flags, numbers):
         ({"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 8}, 7, 1),
     ],
 )
-def test_parts_are_in_the_budget(tmp_path, flags, num_drafts, shares):
+def test_parts_are_in_the_budget(tmp_path, monkeypatch, flags, num_drafts, shares):
     config = json.loads((DRAFTER_DIR / "config.json").read_text())["dflash_config"]
     config |= {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
     drafter = drafter_with(tmp_path / "drafter", dflash_config=config)
@@ -211,7 +211,11 @@ def test_parts_are_in_the_budget(tmp_path, flags, num_drafts, shares):
     model = ModelConfig.from_server_args(args)
     with served(args):
         memory = CycleMemory.of(configurator(args, model, DTYPE))
+        monkeypatch.setattr(shortlist, "_shortlists", {object()})
+        of_shortlist = CycleMemory.of(configurator(args, model, DTYPE)).draft_logits
     assert memory.table == 8 * num_drafts * 5 * (5 * (4 + 1) + 8 + 4)
+    # See `test_drafts_have_logits`. 5 drafts are chosen from 32.
+    assert of_shortlist == 8 * num_drafts * (1024 // args.tp_size // 64 * 8 + 256 + 4 + 32 * 12)
     assert memory.pairs == 8 * num_drafts * 6 * DTYPE.itemsize * shares
     # Two weights for each tap and group of channels, and the convolved row.
     assert memory.convolutions == 8 * (num_drafts + 1) * (2 * 3 * 256 // 4 + 256) * DTYPE.itemsize

@@ -34,8 +34,8 @@ _TILE = 128
 # Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
 _MIN_ROWS, _MAX_ROWS = 16, 256
 # Per maximum of rows in a tile: depth read at a time, stages, warps. The fastest of those measured.
-_INT4_TILINGS = {32: (DEPTH, 4, 4), 64: (DEPTH, 4, 8), MAX_INT4_ROWS: (DEPTH, 3, 8)}
-_FLOAT8_TILINGS = {64: (256, 3, 4), 128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
+_INT4_TILINGS = {32: (DEPTH, 4, 4), MAX_INT4_ROWS: (DEPTH, 4, 8)}
+_FLOAT8_TILINGS = {128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
 # Weights of the candidates of a thread block that are read at a time.
 _NUMBERS, _CANDIDATE_WARPS = 16384, 8
 
@@ -103,7 +103,6 @@ def _shortlist_kernel(
     rows8,
     row_scales,
     numbers,
-    half_k,
     scales,
     keys,
     tile_log_sums,
@@ -112,6 +111,7 @@ def _shortlist_kernel(
     num_columns,
     num_tiles,
     size_k,
+    half_k,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -127,7 +127,7 @@ def _shortlist_kernel(
     tile = tl.program_id(0) // num_row_tiles
     in_tile = tl.arange(0, TILE)
     place = tile.to(tl.int64) * TILE + in_tile
-    # A group takes every `num_groups`-th column (`spread`).
+    # A group takes every `num_groups`-th column (`spread_order`).
     num_groups = tl.cdiv(num_columns, GROUP)
     is_column = (place // GROUP < num_groups) & (place % GROUP * num_groups + place // GROUP < num_columns)
     row = (tl.program_id(0) % num_row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -219,7 +219,9 @@ def _candidates_kernel(
     logit = tl.sum(total, axis=1).to(x.dtype.element_ty).to(tl.float32)
     at = (row * PARTS + part) * QUOTA + rank
     tl.store(candidates + at, column)
-    tl.store(estimates + at, tl.where(is_column, from_ordered(key & -GROUP), float("-inf")))
+    # The key of -inf without its low bits is that of NaN.
+    estimate = from_ordered(key & -GROUP)
+    tl.store(estimates + at, tl.where(is_column & (estimate == estimate), estimate, float("-inf")))
     tl.store(logits + at, tl.where(is_column & (logit == logit), logit, float("-inf")))
 
 
@@ -299,7 +301,6 @@ def shortlist_top(
         rows8,
         row_scales,
         copy.numbers,
-        size_k // 2,
         copy.scales,
         keys,
         tile_log_sums,
@@ -308,6 +309,7 @@ def shortlist_top(
         num_columns,
         num_tiles,
         size_k,
+        size_k // 2,
         ROWS=tile_rows,
         TILE=_TILE,
         GROUP=GROUP,

@@ -8,8 +8,8 @@ import torch
 
 from sglang_dflash.ops.scaled import scale_rows
 
-# Most rows for which the int4 copy is faster.
-MAX_INT4_ROWS = 128
+# Most rows for which the product with the int4 copy is faster.
+MAX_INT4_ROWS = 64
 
 FLOAT8 = torch.float8_e4m3fn
 # Largest numbers of the formats of rows, for an int4 and for a float8 copy.
@@ -28,11 +28,11 @@ _QUOTA = 8
 
 @dataclass(frozen=True)
 class Int4Copy:
-    """Copy of a weight, [columns, depth], for few rows. Its columns are in the order of `spread`.
+    """Copy of a weight, [columns, depth], for few rows. Its columns are in the order of `spread_order`.
 
     Attributes:
         numbers, scales: [groups * GROUP, depth / 2] int8 and [groups * GROUP] float32, contiguous. Of `quantize_int4`.
-        factors: [depth] float32. Of `depth_scales`.
+        factors: [depth] float32. Of `depth_factors`.
     """
 
     numbers: torch.Tensor
@@ -42,7 +42,7 @@ class Int4Copy:
 
 @dataclass(frozen=True)
 class Float8Copy:
-    """Copy of a weight, [columns, depth], for any number of rows. Its columns are in the order of `spread`.
+    """Copy of a weight, [columns, depth], for any number of rows. Its columns are in the order of `spread_order`.
 
     Attributes:
         numbers, scales: [groups * GROUP, depth] float8_e4m3fn and [groups * GROUP] float32, contiguous. Of
@@ -67,23 +67,23 @@ def parts_of(candidates: int) -> tuple[int, int]:
     return candidates // quota, quota
 
 
-def spread(num_columns: int, device: torch.device) -> torch.Tensor:
+def spread_order(num_columns: int, device: torch.device) -> torch.Tensor:
     """Return the columns in the order of the copy, [groups * GROUP] int64: those of the first group, of the next, ...
 
-    The best tokens of a position are often neighbours in the vocabulary, as frequent tokens are, or a word in two
-    cases. Only one token of a group is a candidate. So a group takes every n-th column, where n is the number of
-    groups. In place of columns after the end there is the last one.
+    The best tokens of a position are often neighbours in the vocabulary, as frequent tokens are. Only one token of a
+    group is a candidate. So a group takes every n-th column, where n is the number of groups. In place of columns after
+    the end there is the last one.
     """
     num_groups = -(-num_columns // GROUP)
     in_order = torch.arange(num_groups * GROUP, device=device).view(GROUP, num_groups).T.flatten()
     return in_order.clamp(max=num_columns - 1)
 
 
-def depth_scales(weight: torch.Tensor) -> torch.Tensor:
+def depth_factors(weight: torch.Tensor) -> torch.Tensor:
     """Return factors, [depth] float32, that a weight is divided by, and rows are multiplied by.
 
     A few places of the depth have much larger numbers than the rest. With the roots of their root mean squares as
-    factors, both sides have less of a spread (SmoothQuant, arXiv 2211.10438).
+    factors, both sides have less of a spread_order (SmoothQuant, arXiv 2211.10438).
 
     Args:
         weight: [columns, depth] floating-point.
@@ -91,8 +91,8 @@ def depth_scales(weight: torch.Tensor) -> torch.Tensor:
     squares = torch.zeros(weight.shape[1], device=weight.device)
     for part in weight.split(max(1, _NUMBERS // weight.shape[1])):
         squares += part.float().square().sum(dim=0)
-    scales = (squares / len(weight)).pow(0.25)
-    return torch.where(scales > 0, scales, 1.0)
+    factors = (squares / len(weight)).pow(0.25)
+    return torch.where((factors > 0) & factors.isfinite(), factors, 1.0)
 
 
 def quantize_int4(weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def quantize_int4(weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Te
 
     Args:
         weight: [columns, depth] floating-point.
-        factors: [depth] float32 of `depth_scales`.
+        factors: [depth] float32 of `depth_factors`.
 
     Returns:
         numbers: [columns, depth / 2] int8. In each DEPTH numbers of a column, byte j has number j in its high bits and
@@ -115,7 +115,7 @@ def quantize_int4(weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Te
         error = (_to_int4(weight, tried) * tried - weight).square().sum(dim=-1, keepdim=True)
         scales = torch.where(error < least, tried, scales)
         least = torch.minimum(error, least)
-    # A column with NaN or infinity keeps it as its scale.
+    # The scale of a column with NaN or infinity is that number.
     high, low = _to_int4(weight, scales).nan_to_num().to(torch.int8).unflatten(1, _halves(weight.shape[1])).unbind(2)
     return ((high << 4) | (low & 15)).flatten(1), scales[:, 0]
 
@@ -125,7 +125,7 @@ def _to_int4(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(depth: int) -> tuple[int, int, int]:
-    # A test may have less.
+    # A smaller depth is one step.
     block = min(DEPTH, depth)
     return depth // block, 2, block // 2
 
@@ -155,7 +155,7 @@ def quantize_int8(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor,
 
     Args:
         x: [rows, depth] floating-point.
-        factors: [depth] float32 of `depth_scales`.
+        factors: [depth] float32 of `depth_factors`.
 
     Returns:
         numbers: [rows, depth] int8.
@@ -187,8 +187,8 @@ def shortlist_top(
     Returns:
         logits: [bs * positions, k] float32, rounded to x's dtype, descending. -inf stands for NaN.
         columns: [bs * positions, k] int64. Of equal logits the lower column comes first.
-        log_sums: [bs * positions] float32. Log-sum-exp of all columns; those that were no candidates count as the copy
-            has them. None without `has_sums`.
+        log_sums: [bs * positions] float32. Log-sum-exp of all columns, by the copy's estimates of those that are no
+            candidates. None without `has_sums`.
     """
     rows, num_columns = x.flatten(0, 1), weight.shape[0]
     num_groups = -(-num_columns // GROUP)
