@@ -33,24 +33,14 @@ import triton
 from bench.machine import hardware, versions
 from triton.testing import do_bench_cudagraph
 
+from sglang_dflash.draft.shortlist import Shortlist
 from sglang_dflash.ops.bigrams import TABLE_DTYPE, TABLE_SIZE, put
 from sglang_dflash.ops.copies import TEXT_DTYPE, TEXT_SIZE
 from sglang_dflash.ops.kernels.attend_trees import split_trees
 from sglang_dflash.ops.reference.argmax_product import GROUP as COMPUTED
 from sglang_dflash.ops.reference.argmax_product import quantize_randomly
 from sglang_dflash.ops.reference.linear_int8 import quantize_columns
-from sglang_dflash.ops.reference.shortlist_top import (
-    GROUP,
-    MAX_INT4_ROWS,
-    Float8Copy,
-    Int4Copy,
-    depth_factors,
-    num_candidates,
-    quantize_float8,
-    quantize_int4,
-    spread_order,
-)
-from sglang_dflash.ops.weight_copy import WeightCopy
+from sglang_dflash.ops.reference.shortlist_top import GROUP, Int4Copy, num_candidates
 from sglang_dflash.types import (
     Block,
     BlockInputs,
@@ -513,13 +503,8 @@ def shortlist(bs: int, args: argparse.Namespace, has_sums: bool) -> Case:
     # Their logits differ by 1, so that rounding does not change their order.
     logits = (3.0 * k - torch.arange(k, device=DEVICE)).expand(bs, BLOCK_SIZE, 1, -1).mT
     x = (torch.linalg.solve(like @ like.mT, logits).mT @ like).half()[:, 1:, 0]
-    is_int4, order = bs * (BLOCK_SIZE - 1) <= MAX_INT4_ROWS, spread_order(args.vocab, DEVICE)
-    if is_int4:
-        factors = depth_factors(weight)
-        copy = Int4Copy(*WeightCopy(weight, functools.partial(quantize_int4, factors=factors), order).tensors, factors)
-    else:
-        copy = Float8Copy(*WeightCopy(weight, quantize_float8, order).tensors)
-    of_rows = x.numel() * (x.itemsize + num_candidates(k, is_int4) * weight.itemsize)
+    copy = Shortlist(weight, k).copy_for(bs * (BLOCK_SIZE - 1))
+    of_rows = x.numel() * (x.itemsize + num_candidates(k, isinstance(copy, Int4Copy)) * weight.itemsize)
     return Case((x, weight, copy, k, has_sums), copy.numbers.nbytes + copy.scales.nbytes + of_rows)
 
 

@@ -171,6 +171,10 @@ class DFlashConfig:
         """Return the rows of the drafter's forward for `block_size` verified tokens."""
         return block_size - 1 if self.predicts_from_anchor else block_size
 
+    def num_candidates(self, default: int) -> int:
+        """Return the candidates of a position: the drafter's own number where it scores pairs, else `default`."""
+        return default if self.pairs is None else self.pairs.num_candidates
+
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
         """Return the bytes of one token's keys and values in all layers, on one of `tp_size` ranks.
 

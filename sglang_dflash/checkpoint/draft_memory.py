@@ -42,7 +42,7 @@ class DraftMemory:
             tp_size: ranks that share the drafter.
         """
         pairs, num_drafts = config.pairs, block_size - 1
-        k = num_candidates if pairs is None else pairs.num_candidates
+        k = config.num_candidates(num_candidates)
         num_convolved = 0
         if config.conv is not None:
             weights = 2 * config.conv.taps * (config.hidden_size // config.conv.group_size)

@@ -93,7 +93,7 @@ class DraftHead:
         return cls(
             lm_head,
             tp_group,
-            k if config.pairs is None else config.pairs.num_candidates,
+            config.num_candidates(k),
             for_trees,
             target_tokens,
             config.output_multiplier,

@@ -41,7 +41,11 @@ _shortlists: weakref.WeakSet[Shortlist] = weakref.WeakSet()
 
 
 class Shortlist:
-    """Finds the best tokens of this rank's shard of an lm_head for the drafter's hidden states."""
+    """Finds the best tokens of this rank's shard of an lm_head for the drafter's hidden states.
+
+    Attributes:
+        int4, float8: copies of the shard.
+    """
 
     def __init__(self, weight: torch.Tensor, k: int) -> None:
         """
@@ -58,8 +62,8 @@ class Shortlist:
         )
         # Referred to here, or weight updates would not reach them.
         self._copies = copies
-        self._int4 = Int4Copy(*copies[0].tensors, factors)
-        self._float8 = Float8Copy(*copies[1].tensors)
+        self.int4 = Int4Copy(*copies[0].tensors, factors)
+        self.float8 = Float8Copy(*copies[1].tensors)
         _shortlists.add(self)
 
     @classmethod
@@ -82,9 +86,12 @@ class Shortlist:
 
         See :func:`sglang_dflash.ops.reference.shortlist_top.shortlist_top`.
         """
-        num_rows = hidden_states.shape[0] * hidden_states.shape[1]
-        copy = self._int4 if num_rows <= MAX_INT4_ROWS else self._float8
+        copy = self.copy_for(hidden_states.shape[0] * hidden_states.shape[1])
         return ops.shortlist_top(hidden_states, self._weight, copy, self._k, has_sums)
+
+    def copy_for(self, num_rows: int) -> Int4Copy | Float8Copy:
+        """Return the copy that is faster for this number of rows."""
+        return self.int4 if num_rows <= MAX_INT4_ROWS else self.float8
 
 
 def is_used() -> bool:

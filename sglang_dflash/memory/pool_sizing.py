@@ -154,7 +154,7 @@ def _draft_logit_bytes(configurator: KVCacheConfigurator) -> int:
     columns = pad_vocab_size(vocab_size) // get_parallel().tp_size
     row = columns * configurator.model_dtype.itemsize
     if shortlist.is_used():
-        k = num_candidates(configurator.server_args) if drafter.pairs is None else drafter.pairs.num_candidates
+        k = drafter.num_candidates(num_candidates(configurator.server_args))
         row = shortlist.row_bytes(columns, drafter.hidden_size, k)
     return (get_spec().speculative_dflash_block_size - 1) * row
 

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_dflash.checkpoint.config import MAX_NODES
+from sglang_dflash.draft import shortlist
 from sglang_dflash.ops.kernels import attend_trees as trees
 from sglang_dflash.ops.kernels import fp8, pdl
 from sglang_dflash.ops.kernels.argmax_product import argmax_product
@@ -96,19 +97,16 @@ def compile_for(gpu: Gpu) -> None:
     trees._shared_memory = lambda device: gpu.shared_memory
 
 
-def quantize_nothing(weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors as `quantize_int4` does. Their numbers do not matter here, and a vocabulary takes long."""
-    return torch.zeros(len(weight), weight.shape[1] // 2, dtype=torch.int8), torch.ones(len(weight))
-
-
 def quantize_randomly(weight: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Do the same in place of the function of this name."""
+    """Return tensors as the function of this name. Their numbers do not matter here, and a vocabulary takes long."""
     return torch.zeros(weight.shape, dtype=torch.int8), *torch.ones(2, len(weight)).unbind()
 
 
 def compile_benchmarked(gpu: Gpu) -> None:
-    bench_kernels.quantize_int4, bench_kernels.quantize_randomly = quantize_nothing, quantize_randomly
-    bench_kernels.depth_factors = lambda weight: torch.ones(weight.shape[1])
+    bench_kernels.quantize_randomly = quantize_randomly
+    # Copies of one column are enough.
+    shortlist.spread_order = lambda num_columns, device: torch.zeros(1, dtype=torch.int64)
+    shortlist.depth_factors = lambda weight: torch.ones(weight.shape[1])
     for make in bench_kernels.KERNELS:
         if gpu.sm == 90 or make.__name__ not in HOPPER_ONLY:
             case = bench_kernels.build(make, bs=2, args=ARGS, seed=0)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.peak_memory import PeakMemory
 
-from sglang_dflash.draft.shortlist import row_bytes
+from sglang_dflash.draft.shortlist import Shortlist, row_bytes
 from sglang_dflash.ops.kernels.shortlist_top import shortlist_top
 from sglang_dflash.ops.reference.shortlist_top import (
     GROUP,
@@ -10,21 +10,18 @@ from sglang_dflash.ops.reference.shortlist_top import (
     Float8Copy,
     Int4Copy,
     depth_factors,
-    quantize_float8,
     quantize_int4,
-    spread_order,
     unpack,
 )
 from sglang_dflash.ops.reference.shortlist_top import shortlist_top as reference
 
 
 def int4_copy(weight: torch.Tensor) -> Int4Copy:
-    factors = depth_factors(weight)
-    return Int4Copy(*quantize_int4(weight[spread_order(len(weight), weight.device)], factors), factors)
+    return Shortlist(weight, 1).int4
 
 
 def float8_copy(weight: torch.Tensor) -> Float8Copy:
-    return Float8Copy(*quantize_float8(weight[spread_order(len(weight), weight.device)]))
+    return Shortlist(weight, 1).float8
 
 
 COPIES = [int4_copy, float8_copy]

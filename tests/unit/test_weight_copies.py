@@ -40,14 +40,14 @@ def test_dropped_copies_are_not_filled():
 def test_copies_of_a_shortlist_follow_its_weights():
     weight = torch.randn(300, 512).bfloat16()
     shortlist = Shortlist(weight, 4)
-    addresses = [tensor.data_ptr() for copy in (shortlist._int4, shortlist._float8) for tensor in tensors_of(copy)]
+    addresses = [tensor.data_ptr() for copy in (shortlist.int4, shortlist.float8) for tensor in tensors_of(copy)]
     weight[:, 5] *= 100
     weight.copy_(weight.flip(0))
     weight_copy.weights_have_changed()
     weight_copy.refresh()
 
     expected = Shortlist(weight.clone(), 4)
-    for mine, others in ((shortlist._int4, expected._int4), (shortlist._float8, expected._float8)):
+    for mine, others in ((shortlist.int4, expected.int4), (shortlist.float8, expected.float8)):
         for tensor, other in zip(tensors_of(mine), tensors_of(others), strict=True):
             assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
             assert tensor.data_ptr() in addresses

@@ -17,18 +17,19 @@ import triton.language as tl
 
 from sglang_dflash.ops.kernels import pdl
 from sglang_dflash.ops.kernels.ordered import LEAST, LOWEST, NO_COLUMN, from_ordered, pop, store_best, to_ordered
+from sglang_dflash.ops.kernels.split_rows import round_to_int8
 from sglang_dflash.ops.reference.shortlist_top import (
     DEPTH,
     FLOAT8,
     GROUP,
     LARGEST_FLOAT8,
-    LARGEST_INT8,
     MAX_INT4_ROWS,
     Float8Copy,
     Int4Copy,
     num_candidates,
     parts_of,
 )
+from sglang_dflash.ops.reference.split_rows import LARGEST as LARGEST_INT8
 
 _TILE = 128
 # Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
@@ -69,9 +70,7 @@ def _quantize_kernel(
     scale = tl.div_rn(largest, LARGEST * 1.0)
     tl.store(row_scales + row, tl.where(is_finite, scale, float("nan")))
     number = tl.div_rn(number, tl.where(scale > 0, scale, 1.0))
-    if IS_INT8:
-        number = tl.floor(number + 0.5)
-    number = tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
+    number = round_to_int8(number, LARGEST) if IS_INT8 else tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
     tl.store(rows8 + row * size_k + column, number.to(rows8.dtype.element_ty), mask=inside)
 
 

@@ -18,8 +18,8 @@ _MIN_WARPS, _MAX_WARPS = 4, 32
 
 
 @triton.jit
-def _round(numbers, LARGEST: tl.constexpr):
-    """Round to integers, halves up."""
+def round_to_int8(numbers, LARGEST: tl.constexpr):
+    """Round to integers in -LARGEST..LARGEST, halves up."""
     return tl.minimum(tl.maximum(tl.floor(numbers + 0.5), -LARGEST), LARGEST)
 
 
@@ -69,9 +69,9 @@ def _split_rows_kernel(
     scale = tl.where(norm == norm, scale, norm)
     inverse = tl.where(scale == 0, 0.0, tl.div_rn(1.0, tl.where(scale == 0, 1.0, scale)))
     scaled = number * inverse
-    high = _round(scaled, LARGEST)
+    high = round_to_int8(scaled, LARGEST)
     rest = scaled - high
-    low = _round(rest * LOW_STEPS, LARGEST)
+    low = round_to_int8(rest * LOW_STEPS, LARGEST)
     error = tl.where(scale == 0, number, (rest - tl.div_rn(low, LOW_STEPS * 1.0)) * scale)
     tl.store(high_part + row * size_k + column, high.to(tl.int8), mask=inside)
     tl.store(low_part + row * size_k + column, low.to(tl.int8), mask=inside)

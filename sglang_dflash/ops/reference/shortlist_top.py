@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.ops.reference.split_rows import LARGEST, round_to_int8
 from sglang_dflash.ops.scaled import scale_rows
 
 # Most rows for which the product with the int4 copy is faster.
 MAX_INT4_ROWS = 64
 
 FLOAT8 = torch.float8_e4m3fn
-# Largest numbers of the formats of rows, for an int4 and for a float8 copy.
-LARGEST_INT8, LARGEST_FLOAT8 = 127, torch.finfo(FLOAT8).max
+LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 # The depth of a product is a multiple of this.
 DEPTH = 256
 # Columns in a group, of which only the best is a candidate.
@@ -83,7 +83,7 @@ def depth_factors(weight: torch.Tensor) -> torch.Tensor:
     """Return factors, [depth] float32, that a weight is divided by, and rows are multiplied by.
 
     A few places of the depth have much larger numbers than the rest. With the roots of their root mean squares as
-    factors, both sides have less of a spread_order (SmoothQuant, arXiv 2211.10438).
+    factors, both sides have less of a spread (SmoothQuant, arXiv 2211.10438).
 
     Args:
         weight: [columns, depth] floating-point.
@@ -161,8 +161,8 @@ def quantize_int8(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor,
         numbers: [rows, depth] int8.
         scales: [rows] float32. `numbers * scales` approximates `x * factors`.
     """
-    numbers, scales = scale_rows(x.float() * factors, LARGEST_INT8)
-    return (numbers + 0.5).floor().clamp(-LARGEST_INT8, LARGEST_INT8).nan_to_num().to(torch.int8), scales
+    numbers, scales = scale_rows(x.float() * factors, LARGEST)
+    return round_to_int8(numbers).nan_to_num().to(torch.int8), scales
 
 
 def shortlist_top(

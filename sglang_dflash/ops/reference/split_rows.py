@@ -43,14 +43,14 @@ def split_rows(x: torch.Tensor) -> SplitRows:
     scales = torch.where(scales < LEAST_SCALE, 0.0, scales)
     inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
     scaled = (numbers * inverse[:, None]).nan_to_num()
-    high = _round(scaled)
+    high = round_to_int8(scaled)
     rest = scaled - high
-    low = _round(rest * LOW_STEPS)
+    low = round_to_int8(rest * LOW_STEPS)
     errors = torch.where(scales[:, None] == 0, numbers, (rest - low / LOW_STEPS) * scales[:, None])
     parts = torch.stack((high, low)).to(torch.int8)
     return SplitRows(parts, scales, numbers.norm(dim=-1), errors.norm(dim=-1))
 
 
-def _round(numbers: torch.Tensor) -> torch.Tensor:
-    """Round to integers, halves up, as the kernel does on every device."""
+def round_to_int8(numbers: torch.Tensor) -> torch.Tensor:
+    """Round to integers in -LARGEST..LARGEST, halves up, as kernels do on every device."""
     return (numbers + 0.5).floor().clamp(-LARGEST, LARGEST)
