@@ -32,13 +32,14 @@ from sglang_dflash.ops.reference.shortlist_top import (
 from sglang_dflash.ops.reference.split_rows import LARGEST as LARGEST_INT8
 
 _TILE = 128
-# Rows of a tile: the least that a tensor core takes, and the most that registers hold sums for.
-_MIN_ROWS, _MAX_ROWS = 16, 256
-# Per maximum of rows in a tile: depth read at a time, stages, warps. The fastest of those measured.
+# Rows of a tile: the least that a tensor core takes, and the most with which two thread blocks run at a time on each
+# multiprocessor. So one computes groups while the other one multiplies.
+_MIN_ROWS, _MAX_ROWS = 16, 128
+# Depth read at a time, stages, warps. The fastest of those measured. For int4 per maximum of rows in a tile.
 _INT4_TILINGS = {32: (DEPTH, 4, 4), MAX_INT4_ROWS: (DEPTH, 4, 8)}
-_FLOAT8_TILINGS = {128: (128, 6, 8), _MAX_ROWS: (128, 3, 8)}
+_FLOAT8_TILING = (128, 3, 4)
 # Weights of the candidates of a thread block that are read at a time.
-_NUMBERS, _CANDIDATE_WARPS = 16384, 8
+_NUMBERS, _CANDIDATE_WARPS = 8192, 4
 
 
 @triton.jit
@@ -294,8 +295,8 @@ def shortlist_top(
     )
     tile_rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
     num_row_tiles = triton.cdiv(num_rows, tile_rows)
-    tilings = _INT4_TILINGS if is_int4 else _FLOAT8_TILINGS
-    depth, stages, num_warps = next(tiling for most, tiling in tilings.items() if tile_rows <= most)
+    tiling = next(of for most, of in _INT4_TILINGS.items() if tile_rows <= most) if is_int4 else _FLOAT8_TILING
+    depth, stages, num_warps = tiling
     _shortlist_kernel[(num_tiles * num_row_tiles,)](
         rows8,
         row_scales,
