@@ -8,8 +8,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils.common import is_cuda, is_flashinfer_available
 
 from sglang_dflash import hooks
-from sglang_dflash.attention import qwen3
-from sglang_dflash.attention.fa3 import FA3_HOOKS
+from sglang_dflash.attention import fa3, fa3_prefill, qwen3
 from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import ARCHITECTURE
@@ -507,6 +506,24 @@ HOOKS = [
         function=report_worker,
         why="/server_info must tell users and benchmarks which DFLASH worker serves",
         until="BaseSpecWorker can describe itself in /server_info",
+    ),
+]
+
+# FA3 needs a CUDA GPU.
+FA3_HOOKS = [
+    Hook(
+        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        kind=HookType.AROUND,
+        function=fa3.attend,
+        why="each layer of a verified block copies its queries and schedules its attention anew",
+        until="FlashAttentionBackend schedules TARGET_VERIFY once per forward, as it does plain decoding",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.runner_backend.utils.resolve_prefill_backend",
+        kind=HookType.AROUND,
+        function=fa3_prefill.resolve_prefill_backend,
+        why="a prefill of few tokens in one CUDA graph launches attention for as many requests as may run",
+        until="SGLang captures graphs of whole prefills for several numbers of requests",
     ),
 ]
 

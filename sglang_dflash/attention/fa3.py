@@ -16,9 +16,6 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.plugins.hook_registry import HookType
-
-from sglang_dflash.hooks import Hook
 
 # Schedules of the cycle that is being recorded, by what they depend on. Forwards of a process run one at a time.
 _schedules: dict[tuple, torch.Tensor] | None = None
@@ -124,14 +121,3 @@ def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: Fo
         and layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
         and forward_batch._attn_output is None
     )
-
-
-FA3_HOOKS = [
-    Hook(
-        target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
-        kind=HookType.AROUND,
-        function=attend,
-        why="each layer of a verified block copies its queries and schedules its attention anew",
-        until="FlashAttentionBackend schedules TARGET_VERIFY once per forward, as it does plain decoding",
-    ),
-]

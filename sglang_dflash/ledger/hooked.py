@@ -11,9 +11,8 @@ from sglang_dflash.ledger.uses import Use
 
 def hooked() -> tuple[Use, ...]:
     """Return the targets of all hooks, also those for other devices. Imports SGLang and `sglang_dflash_cpu`."""
-    from sglang_dflash.attention.fa3 import FA3_HOOKS
     from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
-    from sglang_dflash.hook_table import HOOKS
+    from sglang_dflash.hook_table import FA3_HOOKS, HOOKS
     from sglang_dflash_cpu.hooks import CPU_HOOKS
 
     source, uses = Source.installed(), []

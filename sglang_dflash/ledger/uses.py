@@ -384,6 +384,28 @@ USES = (
         ),
     ),
     Use(
+        "attention/fa3_prefill.py",
+        "captures graphs for fewer requests in this class, and takes one of them by the requests of the replayed batch",
+        (
+            "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend.BaseCudaGraphBackend",
+            "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend",
+            f"{_GRAPHS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner._capture_req_slots",
+            f"{_GRAPHS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.load_batch",
+            f"{_GRAPHS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture_one_shape",
+            f"{_GRAPHS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+            f"{_GRAPHS}.shape_key.ShapeKey",
+        ),
+    ),
+    Use(
+        "attention/fa3_prefill.py",
+        "has attention read the first requests of metadata that has a fixed number of them, and sets splits",
+        (
+            f"{_FA3}._init_full_cg_prefill_metadata",
+            f"{_FA3}.num_splits",
+            f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata",
+        ),
+    ),
+    Use(
         "attention/flashinfer_plan.py",
         "makes a block's plan in the graph, in this backend's buffers, as the backend does on the host",
         (

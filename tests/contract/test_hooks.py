@@ -19,9 +19,8 @@ from support import processes
 
 from models.tiny import DRAFTER_DIR, TARGET_DIR
 from sglang_dflash import hooks
-from sglang_dflash.attention.fa3 import FA3_HOOKS
 from sglang_dflash.attention.flashinfer_window import FLASHINFER_HOOKS
-from sglang_dflash.hook_table import HOOKS
+from sglang_dflash.hook_table import FA3_HOOKS, HOOKS
 from sglang_dflash.hooks import CREATE_WORKER, RESOLVE_ARGUMENTS
 from sglang_dflash.ledger import recorded
 from sglang_dflash.plugin import GUARDED

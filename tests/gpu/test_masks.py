@@ -1,6 +1,6 @@
 """Every mask of a drafter layer, on every backend that supports it on a GPU, against a dense float64 reference.
 
-Each is computed without a CUDA graph and in a replayed one.
+Each is computed without a CUDA graph and in a replayed one. Causal masks of FA3 are also in graphs of prefills.
 """
 
 import json
@@ -40,9 +40,12 @@ def test_masks(backend, page_size, heads, kv_heads, head_dim, tmp_path):
     # a block sees up to j keys too many.
     narrow, in_tree = {"refused: sliding 8, causal=False"}, {f"in-tree: sliding {w}, causal=True" for w in (8, 50)}
     assert set(wrong) == (narrow | in_tree if backend == "flashinfer" else set())
-    eager = {mask for mask in right if not mask.startswith("replayed: ")}
+    prefills = {mask for mask in right if mask.startswith("prefill of ")}
+    eager = {mask for mask in right if not mask.startswith("replayed: ")} - prefills
     # 4 masks with a separate pool for sliding layers.
     assert len(eager) == (11 if backend == "flashinfer" else 12)
-    assert set(right) == eager | {f"replayed: {mask}" for mask in eager}
+    assert set(right) == eager | {f"replayed: {mask}" for mask in eager} | prefills
+    # Prefills of three numbers of requests have the causal masks.
+    assert len(prefills) == (3 * 8 if backend == "fa3" else 0)
     assert max(right.values()) < TOLERANCES[dtype]
     assert min(wrong.values(), default=1.0) > 0.25

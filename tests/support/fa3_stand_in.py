@@ -1,14 +1,16 @@
-"""SGLang's FA3 backend on a machine without FA3: FA3's two functions in torch.
+"""SGLang's FA3 backend on a machine without FA3: FA3's two functions in torch, and graphs of whole prefills.
 
 They compute the results of FA3's, and check the arguments that SGLang and `sglang_dflash.attention.fa3` pass.
 """
 
 import sys
+from contextlib import contextmanager
 from types import ModuleType
 
 import sgl_kernel
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from support.attention_reference import dense_attention
 
 from sglang_dflash.attention import fa3
@@ -57,6 +59,7 @@ def flash_attn_with_kvcache(
     softcap: float,
     num_splits: int,
     scheduler_metadata: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     **unused,
 ) -> torch.Tensor:
     """Attend: q [T, heads, head_dim], caches [pages, page_size, kv_heads, head_dim], page_table [bs, pages] int32.
@@ -77,7 +80,7 @@ def flash_attn_with_kvcache(
     assert (cu_seqlens_q.diff() <= max_seqlen_q).all() and (right == 0 if causal and left >= 0 else right == left)
     # FA3 would read pages of another request.
     assert (cache_seqlens <= num_pages * page_size).all()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     for table, kv_len, begin, end in zip(page_table, cache_seqlens, cu_seqlens_q[:-1], cu_seqlens_q[1:], strict=True):
         pages = table[: -(-kv_len // page_size)].long()
         keys, values = (cache[pages].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
@@ -107,3 +110,21 @@ def install() -> None:
     original = backend.forward_extend
     backend.forward_extend = lambda *args, **kwargs: fa3.attend(original, *args, **kwargs)
     ATTENTION_BACKENDS["fa3"] = backend
+    call_in_replays(FullCudaGraphBackend)
+
+
+def call_in_replays(graphs: type[FullCudaGraphBackend]) -> None:
+    """Have graphs call in a replay what they would record."""
+
+    @contextmanager
+    def capture_session(self, stream):
+        yield
+
+    def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+        forward_fn()
+        self._graphs[shape_key] = forward_fn
+
+    def replay(self, shape_key, static_forward_batch, **kwargs):
+        return self._graphs[shape_key]()
+
+    graphs.capture_session, graphs.capture_one, graphs.replay = capture_session, capture_one, replay

@@ -8,6 +8,7 @@ OUTPUT becomes a JSON object: mask -> largest error (see `Blocks.error`). Prefix
     in-tree: computed without this package's hook.
     own pool: sliding layers have their own KV slots, as a target's may.
     replayed: computed in a CUDA graph; on a CPU, by the calls that a graph would record.
+    prefill of N: computed in a CUDA graph of a whole prefill, of N requests. Only of fa3.
 Every mask but those of the first two prefixes is also replayed. Under Triton's interpreter only those of two pools are.
 Without a GPU, fa3 is SGLang's backend over `fa3_stand_in`.
 """
@@ -17,6 +18,8 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from sglang.srt.plugins import load_plugins
@@ -32,6 +35,10 @@ CONTEXT_LENS = [1, 49, 50, 51, 200, 16]
 # The target's. The block of the longest request ends after it, also past the last page of 1, 16 or 64 tokens. Blocks
 # that are drafted before the scheduler knows that their request has ended do so too.
 CONTEXT_LIMIT = 192
+# Requests and tokens of a graph of a whole prefill.
+PREFILL_REQUESTS, PREFILL_TOKENS = 12, 96
+# Requests of each prefill, as indices of CONTEXT_LENS. All are within the limit.
+PREFILLS = [[3], [1, 5], [0, 1, 2, 3, 5]]
 
 
 def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads: int, head_dim: int):
@@ -145,10 +152,11 @@ class Blocks:
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
 
-    def inputs(self) -> list[torch.Tensor]:
-        """Return queries, keys and values of the blocks as a drafter layer passes them to its backend."""
-        keys, values = (torch.cat([x[-BLOCK_SIZE:] for x in each]) for each in (self.keys, self.values))
-        return [torch.cat(self.queries).flatten(1), keys, values]
+    def inputs(self, rows: list[int] | None = None) -> list[torch.Tensor]:
+        """Return queries, keys and values of the blocks of some requests as a layer passes them to its backend."""
+        rows = range(len(CONTEXT_LENS)) if rows is None else rows
+        keys, values = (torch.cat([each[row][-BLOCK_SIZE:] for row in rows]) for each in (self.keys, self.values))
+        return [torch.cat([self.queries[row] for row in rows]).flatten(1), keys, values]
 
     def batch(self):
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -263,16 +271,117 @@ class Blocks:
         errors = [self.error(output, *mask) for output, mask in zip(graph.replay(), masks * 2)]
         return [max(both) for both in zip(errors[: len(masks)], errors[len(masks) :])]
 
-    def error(self, output: torch.Tensor, window: int | None, causal: bool) -> float:
+    def prefill(self, backend, masks: list[tuple[int | None, bool]]) -> dict[tuple[int, int], float]:
+        """Return errors of prefills of blocks after cached contexts, by number of requests and index of the mask.
+
+        Each graph is captured for one request, as `PrefillCudaGraphRunner` does. There are two layers of each mask.
+        """
+        from sglang.srt.layers.attention import flashattention_backend
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+        from sglang.srt.model_executor.runner.shape_key import ShapeKey
+        from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
+
+        from sglang_dflash.attention.fa3_prefill import resolve_prefill_backend
+
+        device = self.runner.device
+        runner = SimpleNamespace(
+            device=device,
+            device_module=torch.get_device_module(device),
+            model_runner=SimpleNamespace(attn_backend=backend, spec_algorithm=self.runner.spec_algorithm),
+            _capture_req_slots=PREFILL_REQUESTS,
+        )
+        # Half of it is busy with the tiles of one request, so FA3 should split the keys of four requests.
+        tiles = self.kv_heads * -(-PREFILL_TOKENS * (self.heads // self.kv_heads) // 128)
+        small_gpu = SimpleNamespace(multi_processor_count=2 * tiles)
+        with patch.object(torch.cuda, "get_device_properties", lambda device: small_gpu):
+            graphs = resolve_prefill_backend(FullCudaGraphBackend, runner)
+        first = torch.arange(PREFILL_REQUESTS) == 0
+        lens = torch.where(first, PREFILL_TOKENS, 0)
+        tokens = torch.zeros(PREFILL_TOKENS, dtype=torch.int64, device=device)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=PREFILL_REQUESTS,
+            input_ids=tokens,
+            req_pool_indices=torch.zeros(PREFILL_REQUESTS, dtype=torch.int64, device=device),
+            seq_lens=torch.where(first, PREFILL_TOKENS, 0).to(device),
+            seq_lens_cpu=lens,
+            seq_lens_sum=PREFILL_TOKENS,
+            extend_seq_lens=torch.where(first, PREFILL_TOKENS, 0).to(device),
+            out_cache_loc=tokens.clone(),
+            positions=tokens.clone(),
+        )
+        self.runner.kv_index_translator.bind_runner_slots(batch)
+        static_inputs = [x.new_zeros(PREFILL_TOKENS, *x.shape[1:]) for x in self.inputs()]
+        # SGLang gives all layers the same output.
+        batch._attn_output = torch.zeros_like(static_inputs[0])
+        layers = [self.layer(*mask) for mask in masks] * 2
+
+        # Requests and splits of FA3's calls.
+        calls, attend = [], flashattention_backend.flash_attn_with_kvcache
+
+        def record_call(page_table: torch.Tensor, num_splits: int, **arguments) -> torch.Tensor:
+            calls.append((len(page_table), num_splits))
+            return attend(page_table=page_table, num_splits=num_splits, **arguments)
+
+        def forward() -> list[torch.Tensor]:
+            outputs = []
+            for layer in layers:
+                output = backend.forward(*static_inputs, layer, batch)
+                # Otherwise SGLang copies it.
+                assert output.data_ptr() == batch._attn_output.data_ptr()
+                outputs.append(output.clone())
+            return outputs
+
+        flashattention_backend.flash_attn_with_kvcache = record_call
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        with graphs.capture_session(torch.cuda.Stream() if device == "cuda" else None):
+            graphs.capture_one(ShapeKey(PREFILL_TOKENS), forward)
+        of_all, of_few = dict.fromkeys(calls)
+        assert of_all == (PREFILL_REQUESTS, 1) and of_few == (4, 0)
+        errors = {}
+        for rows in PREFILLS:
+            self.fill_pool()
+            inputs = self.inputs(rows)
+            for buffer, x in zip(static_inputs, inputs):
+                buffer[: len(x)] = x
+            lens = torch.zeros(PREFILL_REQUESTS, dtype=torch.int64)
+            lens[: len(rows)] = torch.tensor([CONTEXT_LENS[row] for row in rows]) + BLOCK_SIZE
+            batch.seq_lens.copy_(lens)
+            batch.extend_seq_lens.copy_(torch.where(lens > 0, BLOCK_SIZE, 0))
+            batch.req_pool_indices.zero_()[: len(rows)] = torch.tensor(rows, device=device) + 1
+            batch.out_cache_loc.zero_()[: len(inputs[0])] = torch.cat([self.slots[row][-BLOCK_SIZE:] for row in rows])
+            prepared = replace(batch, seq_lens_cpu=lens)
+            # Sliding layers have other slots in each prefill.
+            self.runner.kv_index_translator.bind_runner_slots(prepared)
+            backend.init_forward_metadata_out_graph(prepared)
+            calls.clear()
+            outputs = graphs.replay(ShapeKey(PREFILL_TOKENS), SimpleNamespace(batch_size=len(rows)))
+            # A real graph calls nothing.
+            assert set(calls) <= {of_few if len(rows) <= of_few[0] else of_all}
+            for index, (output, mask) in enumerate(zip(outputs, masks * 2)):
+                key = (len(rows), index % len(masks))
+                errors[key] = max(errors.get(key, 0.0), self.error(output[: len(inputs[0])], *mask, rows))
+        flashattention_backend.flash_attn_with_kvcache = attend
+        return errors
+
+    def error(self, output: torch.Tensor, window: int | None, causal: bool, rows: list[int] | None = None) -> float:
         """Return the largest error of an output, relative to the largest expected value of its token and head.
 
         A token that sees few keys has large outputs and large rounding errors, but one key more or less changes them
         more.
         """
+        rows = range(len(CONTEXT_LENS)) if rows is None else rows
         expected = torch.cat(
             [
-                dense_attention(q, k, v, window=window, causal=causal, scale=self.head_dim**-0.5)
-                for q, k, v in zip(self.queries, self.keys, self.values)
+                dense_attention(
+                    self.queries[row],
+                    self.keys[row],
+                    self.values[row],
+                    window=window,
+                    causal=causal,
+                    scale=self.head_dim**-0.5,
+                )
+                for row in rows
             ]
         )
         difference = (output.view_as(expected).double() - expected).abs()
@@ -307,6 +416,11 @@ def main(name: str, dtype: str, page_size: int, *geometry: int, output: str) -> 
         served = {mask: layer for mask, layer in masks.items() if not mask.startswith("refused: ")}
         replayed = blocks.replay(ATTENTION_BACKENDS[name](runner), list(served.values()))
         errors.update({f"replayed: {prefix}{mask}": error for mask, error in zip(served, replayed)})
+        if name == "fa3":
+            causal = {mask: layer for mask, layer in masks.items() if layer[1]}
+            prefilled = blocks.prefill(ATTENTION_BACKENDS[name](runner), list(causal.values()))
+            for (num_requests, index), error in prefilled.items():
+                errors[f"prefill of {num_requests}: {prefix}{list(causal)[index]}"] = error
 
     for window in WINDOWS:
         runner.sliding_window_size = window - 1

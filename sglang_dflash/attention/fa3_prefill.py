@@ -1,0 +1,124 @@
+"""CUDA graphs of whole prefills on FA3, without work for requests that a prefill does not have.
+
+SGLang's graph of a whole prefill has a fixed number of requests. For few tiles of queries FA3 divides the keys among
+thread blocks, and merges the parts in one more launch. That launch has thread blocks for the most tokens of every
+request: with 256 tokens and 64 requests it takes 45 us in each layer, three times as long as the attention
+(scripts/results/cycle_notes.md). So prefills of few tokens have two graphs. The one for few requests splits keys. More
+requests have enough tiles without splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
+from sglang.srt.runtime_context import get_exec
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+# Rows of a tile of FA3. The heads that share a KV head are rows of the same tile.
+_TILE_ROWS = 128
+_FEW_REQUESTS = "few_requests"
+
+
+def requests_with_splits(num_tokens: int, heads: int, kv_heads: int, num_sms: int) -> int:
+    """Return the most requests in a prefill for which FA3 should split keys. 0: it should not.
+
+    Splits help if the tiles of one request leave half of the GPU idle. More requests have more tiles.
+
+    Args:
+        num_tokens: size of the graph. The merge has thread blocks for so many tokens of every request.
+        heads, kv_heads: of this rank.
+        num_sms: multiprocessors of the GPU, each of which runs one thread block of FA3.
+    """
+    tiles = kv_heads * -(-num_tokens * (heads // kv_heads) // _TILE_ROWS)
+    return 2 * num_sms // tiles if 2 * tiles <= num_sms else 0
+
+
+@contextmanager
+def _attending(backend: FlashAttentionBackend, num_requests: int, may_split: bool) -> Iterator[None]:
+    """Have attention read the metadata of the first requests only, and allow or forbid to split keys."""
+    metadata, num_splits = backend.forward_metadata, backend.num_splits
+    swa_page_table = metadata.swa_page_table
+    backend.forward_metadata = replace(
+        metadata,
+        cache_seqlens_int32=metadata.cache_seqlens_int32[:num_requests],
+        cu_seqlens_q=metadata.cu_seqlens_q[: num_requests + 1],
+        cu_seqlens_k=metadata.cu_seqlens_k[: num_requests + 1],
+        page_table=metadata.page_table[:num_requests],
+        swa_page_table=None if swa_page_table is None else swa_page_table[:num_requests],
+    )
+    backend.num_splits = num_splits if may_split else 1
+    try:
+        yield
+    finally:
+        backend.forward_metadata, backend.num_splits = metadata, num_splits
+
+
+class PrefillGraphs(FullCudaGraphBackend):
+    """Graphs of whole prefills. A prefill of few tokens and few requests has its own."""
+
+    def __init__(self, runner: PrefillCudaGraphRunner, num_sms: int, **options) -> None:
+        """
+        Args:
+            num_sms: multiprocessors of the GPU.
+            options: of :class:`FullCudaGraphBackend`.
+        """
+        super().__init__(runner, **options)
+        self._runner, self._num_sms = runner, num_sms
+        # By size: the most requests that the graph for few requests takes.
+        self._few: dict[int, int] = {}
+
+    def capture_one(
+        self,
+        shape_key: ShapeKey,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any | None = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> None:
+        backend, most = self._runner.model_runner.attn_backend, self._runner._capture_req_slots
+        heads = (backend.num_attention_heads, backend.num_kv_heads)
+        few = requests_with_splits(shape_key.size, *heads, self._num_sms)
+
+        def capture(key: ShapeKey, num_requests: int, may_split: bool) -> None:
+            forward = _attending(backend, num_requests, may_split)(forward_fn)
+            super(PrefillGraphs, self).capture_one(key, forward, capture_inputs, post_warmup_hook)
+
+        capture(shape_key, most, may_split=few >= most)
+        if 0 < few < most:
+            self._few[shape_key.size] = few
+            capture(_of_few(shape_key), few, may_split=True)
+
+    def replay(self, shape_key: ShapeKey, static_forward_batch: ForwardBatch, **kwargs) -> Any:
+        if static_forward_batch.batch_size <= self._few.get(shape_key.size, 0):
+            shape_key = _of_few(shape_key)
+        return super().replay(shape_key, static_forward_batch, **kwargs)
+
+
+def _of_few(shape_key: ShapeKey) -> ShapeKey:
+    return replace(shape_key, attention_variant=_FEW_REQUESTS)
+
+
+def resolve_prefill_backend(original, runner: PrefillCudaGraphRunner) -> BaseCudaGraphBackend:
+    """AROUND `resolve_prefill_backend`: graphs of whole prefills of DFLASH's target on FA3 are `PrefillGraphs`."""
+    backend, model_runner = original(runner), runner.model_runner
+    if type(backend) is not FullCudaGraphBackend or not model_runner.spec_algorithm.is_dflash():
+        return backend
+    # Imported here: only a scheduler with a GPU needs it.
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+    attention = model_runner.attn_backend
+    if not isinstance(attention, FlashAttentionBackend) or attention.fa_impl_ver != 3 or attention.use_mla:
+        return backend
+    num_sms = torch.cuda.get_device_properties(runner.device).multi_processor_count
+    memory_saver = get_exec().features.enable_memory_saver
+    return PrefillGraphs(runner, num_sms, enable_memory_saver=memory_saver, reuse_output_buffer=True)
