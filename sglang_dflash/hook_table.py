@@ -515,8 +515,8 @@ FA3_HOOKS = [
         target="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
         kind=HookType.AROUND,
         function=fa3.attend,
-        why="each layer of a verified block copies its queries and schedules its attention anew",
-        until="FlashAttentionBackend schedules TARGET_VERIFY once per forward, as it does plain decoding",
+        why="each layer of a verified block or of a prefill copies its queries and schedules its attention anew",
+        until="FlashAttentionBackend schedules attention once per forward, as it does for plain decoding",
     ),
     Hook(
         target="sglang.srt.model_executor.runner_backend.utils.resolve_prefill_backend",

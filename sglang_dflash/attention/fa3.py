@@ -1,4 +1,4 @@
-"""FA3's attention of blocks, without work that every layer would repeat.
+"""FA3's attention of blocks, and of prefills in one CUDA graph, without work that every layer would repeat.
 
 SGLang copies the queries of each layer, and passes no schedule, so that each call launches a kernel that computes one.
 FA3 can read queries from the projection's output. A schedule depends on lengths and masks only, so layers with the same
@@ -11,25 +11,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-# Schedules of the cycle that is being recorded, by what they depend on. Forwards of a process run one at a time.
-_schedules: dict[tuple, torch.Tensor] | None = None
+
+@dataclass(frozen=True)
+class _Recording:
+    """A forward that is being recorded.
+
+    Attributes:
+        is_prefill: it is a prefill. Otherwise it is a cycle with blocks.
+        num_requests: the first requests of its metadata, which attention reads. None: all.
+        num_splits: of the keys of a tile of queries, at most. None: the backend's.
+        schedules: by what they depend on.
+    """
+
+    is_prefill: bool = False
+    num_requests: int | None = None
+    num_splits: int | None = None
+    schedules: dict[tuple, torch.Tensor] = field(default_factory=dict)
+
+
+# Forwards of a process run one at a time.
+_recording: _Recording | None = None
 
 
 @contextmanager
 def shared_schedules() -> Iterator[None]:
-    """Share schedules among layers inside the `with` block, in which lengths must not change."""
-    global _schedules
-    _schedules = {}
+    """Share schedules among the layers of a cycle inside the `with` block, in which lengths must not change."""
+    with _set_recording(_Recording()):
+        yield
+
+
+@contextmanager
+def prefill_of(num_requests: int, num_splits: int) -> Iterator[None]:
+    """Share schedules among the layers of a prefill inside the `with` block, in which lengths must not change.
+
+    Args:
+        num_requests: the first requests of the metadata, which have all tokens.
+        num_splits: of the keys of a tile of queries, at most. FA3's own choice (0) would be another one in the schedule
+            than in the attention: a schedule does not know that all requests together have `max_seqlen_q` tokens.
+    """
+    with _set_recording(_Recording(is_prefill=True, num_requests=num_requests, num_splits=num_splits)):
+        yield
+
+
+@contextmanager
+def _set_recording(recording: _Recording) -> Iterator[None]:
+    global _recording
+    _recording = recording
     try:
         yield
     finally:
-        _schedules = None
+        _recording = None
 
 
 def attend(
@@ -44,9 +82,10 @@ def attend(
     **options,
 ) -> torch.Tensor:
     """AROUND `FlashAttentionBackend.forward_extend`: q [T, heads * head_dim], k and v [T, KV heads, head_dim]."""
-    if _schedules is None or not _is_plain(backend, q, layer, forward_batch, options):
+    recording = _recording
+    if recording is None or not _is_plain(recording, backend, q, layer, forward_batch, options):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
-    metadata = backend.forward_metadata
+    metadata, num_requests = backend.forward_metadata, recording.num_requests
     if save_kv_cache and k is not None:
         slots = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.swa_out_cache_loc)
         backend.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
@@ -57,57 +96,69 @@ def attend(
         window = (layer.sliding_window_size, 0 if causal else layer.sliding_window_size)
         if backend.use_sliding_window_kv_pool:
             page_table = metadata.swa_page_table
+    # Attention and its schedule must have the same number of splits.
+    arguments = {
+        "cache_seqlens": metadata.cache_seqlens_int32[:num_requests],
+        "cu_seqlens_q": metadata.cu_seqlens_q[: None if num_requests is None else num_requests + 1],
+        "max_seqlen_q": metadata.max_seq_len_q,
+        "causal": causal,
+        "window_size": window,
+        "num_splits": backend.num_splits if recording.num_splits is None else recording.num_splits,
+    }
+    page_table = page_table[:num_requests]
+    heads = (-1, layer.tp_q_head_num, layer.v_head_dim)
+    output = forward_batch._attn_output
     return backend.flash_attn_with_kvcache(
         q=q.view(-1, layer.tp_q_head_num, layer.head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
         page_table=page_table,
-        cache_seqlens=metadata.cache_seqlens_int32,
-        cu_seqlens_q=metadata.cu_seqlens_q,
-        max_seqlen_q=metadata.max_seq_len_q,
         softmax_scale=layer.scaling,
-        causal=causal,
-        window_size=window,
         softcap=layer.logit_cap,
-        scheduler_metadata=_schedule(backend, layer, causal, window, page_table),
-        num_splits=backend.num_splits,
+        scheduler_metadata=_schedule(recording, backend, layer, page_table, arguments),
+        out=None if output is None else output.view(heads),
+        **arguments,
     ).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _schedule(backend, layer: RadixAttention, causal: bool, window: tuple[int, int], page_table: torch.Tensor):
-    metadata = backend.forward_metadata
+def _schedule(
+    recording: _Recording, backend, layer: RadixAttention, page_table: torch.Tensor, arguments: dict
+) -> torch.Tensor:
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
-    key = (metadata.cache_seqlens_int32.data_ptr(), *heads, causal, window, layer.logit_cap > 0)
-    if key not in _schedules:
-        # With the arguments of the attention, both choose the same number of splits.
-        _schedules[key] = backend._get_scheduler_metadata(
-            batch_size=metadata.cache_seqlens_int32.shape[0],
-            max_seqlen_q=metadata.max_seq_len_q,
+    lens, has_softcap = arguments["cache_seqlens"], layer.logit_cap > 0
+    key = (lens.data_ptr(), *heads, arguments["causal"], arguments["window_size"], has_softcap)
+    if key not in recording.schedules:
+        recording.schedules[key] = backend._get_scheduler_metadata(
+            batch_size=lens.shape[0],
             max_seqlen_k=page_table.shape[1] * backend.page_size,
             num_heads=layer.tp_q_head_num,
             num_heads_k=layer.tp_k_head_num,
             headdim=layer.head_dim,
             headdim_v=layer.v_head_dim,
-            cache_seqlens=metadata.cache_seqlens_int32,
             qkv_dtype=backend.kv_cache_dtype,
-            cu_seqlens_q=metadata.cu_seqlens_q,
             page_size=backend.page_size,
-            causal=causal,
-            window_size=window,
-            has_softcap=layer.logit_cap > 0,
-            num_splits=backend.num_splits,
+            has_softcap=has_softcap,
+            **arguments,
         )
-    return _schedules[key]
+    return recording.schedules[key]
 
 
 def _is_sliding(layer: RadixAttention) -> bool:
     return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
 
-def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch, options: dict) -> bool:
-    """Return whether this is attention of blocks over KV in the model's dtype, without options unknown to `attend`."""
+def _is_plain(
+    recording: _Recording,
+    backend,
+    q: torch.Tensor,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    options: dict,
+) -> bool:
+    """Return whether this is attention of what is recorded, over KV in the model's dtype, without unknown options."""
+    mode = forward_batch.forward_mode
     return (
-        forward_batch.forward_mode.is_target_verify()
+        (mode == ForwardMode.EXTEND if recording.is_prefill else mode.is_target_verify())
         and all(option is None or option is False for option in options.values())
         and backend.fa_impl_ver == 3
         and backend.kv_cache_dtype == q.dtype
@@ -119,5 +170,4 @@ def _is_plain(backend, q: torch.Tensor, layer: RadixAttention, forward_batch: Fo
         and not backend._disable_scheduler_metadata_precompute
         and not layer.is_cross_attention
         and layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-        and forward_batch._attn_output is None
     )

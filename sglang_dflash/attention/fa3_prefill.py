@@ -9,8 +9,7 @@ requests have enough tiles without splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,9 @@ from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import Bas
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.runtime_context import get_exec
 
+from sglang_dflash.attention.fa3 import prefill_of
+
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
 # Rows of a tile of FA3. The heads that share a KV head are rows of the same tile.
@@ -30,8 +30,8 @@ _TILE_ROWS = 128
 _FEW_REQUESTS = "few_requests"
 
 
-def requests_with_splits(num_tokens: int, heads: int, kv_heads: int, num_sms: int) -> int:
-    """Return the most requests in a prefill for which FA3 should split keys. 0: it should not.
+def splits(num_tokens: int, heads: int, kv_heads: int, num_sms: int) -> tuple[int, int]:
+    """Return how many times FA3 should split the keys in a prefill of few requests, and the most of these.
 
     Splits help if the tiles of one request leave half of the GPU idle. More requests have more tiles.
 
@@ -39,29 +39,12 @@ def requests_with_splits(num_tokens: int, heads: int, kv_heads: int, num_sms: in
         num_tokens: size of the graph. The merge has thread blocks for so many tokens of every request.
         heads, kv_heads: of this rank.
         num_sms: multiprocessors of the GPU, each of which runs one thread block of FA3.
+
+    Returns:
+        Splits of each tile's keys, and requests. (1, 0): keys should not be split.
     """
     tiles = kv_heads * -(-num_tokens * (heads // kv_heads) // _TILE_ROWS)
-    return 2 * num_sms // tiles if 2 * tiles <= num_sms else 0
-
-
-@contextmanager
-def _attending(backend: FlashAttentionBackend, num_requests: int, may_split: bool) -> Iterator[None]:
-    """Have attention read the metadata of the first requests only, and allow or forbid to split keys."""
-    metadata, num_splits = backend.forward_metadata, backend.num_splits
-    swa_page_table = metadata.swa_page_table
-    backend.forward_metadata = replace(
-        metadata,
-        cache_seqlens_int32=metadata.cache_seqlens_int32[:num_requests],
-        cu_seqlens_q=metadata.cu_seqlens_q[: num_requests + 1],
-        cu_seqlens_k=metadata.cu_seqlens_k[: num_requests + 1],
-        page_table=metadata.page_table[:num_requests],
-        swa_page_table=None if swa_page_table is None else swa_page_table[:num_requests],
-    )
-    backend.num_splits = num_splits if may_split else 1
-    try:
-        yield
-    finally:
-        backend.forward_metadata, backend.num_splits = metadata, num_splits
+    return (num_sms // tiles, 2 * num_sms // tiles) if 2 * tiles <= num_sms else (1, 0)
 
 
 class PrefillGraphs(FullCudaGraphBackend):
@@ -86,17 +69,19 @@ class PrefillGraphs(FullCudaGraphBackend):
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
         backend, most = self._runner.model_runner.attn_backend, self._runner._capture_req_slots
-        heads = (backend.num_attention_heads, backend.num_kv_heads)
-        few = requests_with_splits(shape_key.size, *heads, self._num_sms)
+        num_splits, few = splits(shape_key.size, backend.num_attention_heads, backend.num_kv_heads, self._num_sms)
+        if backend.num_splits == 1:
+            # Deterministic inference.
+            num_splits, few = 1, 0
 
-        def capture(key: ShapeKey, num_requests: int, may_split: bool) -> None:
-            forward = _attending(backend, num_requests, may_split)(forward_fn)
+        def capture(key: ShapeKey, num_requests: int, num_splits: int) -> None:
+            forward = prefill_of(num_requests, num_splits)(forward_fn)
             super(PrefillGraphs, self).capture_one(key, forward, capture_inputs, post_warmup_hook)
 
-        capture(shape_key, most, may_split=few >= most)
+        capture(shape_key, most, num_splits if few >= most else 1)
         if 0 < few < most:
             self._few[shape_key.size] = few
-            capture(_of_few(shape_key), few, may_split=True)
+            capture(_of_few(shape_key), few, num_splits)
 
     def replay(self, shape_key: ShapeKey, static_forward_batch: ForwardBatch, **kwargs) -> Any:
         if static_forward_batch.batch_size <= self._few.get(shape_key.size, 0):

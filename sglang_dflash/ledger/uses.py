@@ -362,7 +362,7 @@ USES = (
     ),
     Use(
         "attention/fa3.py",
-        "follows it in the attention of blocks: where KV is written, arguments of FA3, where output goes",
+        "follows it in attention of blocks and prefills: where KV is written, arguments of FA3, where output goes",
         (
             f"{_FA3}.__init__",
             f"{_FA3}.get_paged_mha_kv_cache",
@@ -376,7 +376,7 @@ USES = (
     ),
     Use(
         "attention/fa3.py",
-        "computes a block's schedule with it, unless it is switched off",
+        "computes a schedule with it, unless it is switched off",
         (
             f"{_FA3}._get_scheduler_metadata",
             f"{_FA3}._disable_scheduler_metadata_precompute",
@@ -398,12 +398,8 @@ USES = (
     ),
     Use(
         "attention/fa3_prefill.py",
-        "has attention read the first requests of metadata that has a fixed number of them, and sets splits",
-        (
-            f"{_FA3}._init_full_cg_prefill_metadata",
-            f"{_FA3}.num_splits",
-            f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata",
-        ),
+        "has attention read the first requests of metadata that has a fixed number of them",
+        (f"{_FA3}._init_full_cg_prefill_metadata",),
     ),
     Use(
         "attention/flashinfer_plan.py",

@@ -69,8 +69,8 @@ def flash_attn_with_kvcache(
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     bs, num_pages = page_table.shape
-    # All layers of a block in a graph have a schedule, and no other layers do.
-    assert (scheduler_metadata is None) == (fa3._schedules is None)
+    # All layers of a graph have a schedule, and no other layers do.
+    assert (scheduler_metadata is None) == (fa3._recording is None)
     if scheduler_metadata is not None:
         shape = (bs, max_seqlen_q, num_pages * page_size, q.shape[1], kv_heads, head_dim, v_cache.shape[-1], page_size)
         lens = (cache_seqlens.data_ptr(), cu_seqlens_q.data_ptr())

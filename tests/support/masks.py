@@ -276,7 +276,6 @@ class Blocks:
 
         Each graph is captured for one request, as `PrefillCudaGraphRunner` does. There are two layers of each mask.
         """
-        from sglang.srt.layers.attention import flashattention_backend
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
         from sglang.srt.model_executor.runner.shape_key import ShapeKey
         from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
@@ -290,7 +289,7 @@ class Blocks:
             model_runner=SimpleNamespace(attn_backend=backend, spec_algorithm=self.runner.spec_algorithm),
             _capture_req_slots=PREFILL_REQUESTS,
         )
-        # Half of it is busy with the tiles of one request, so FA3 should split the keys of four requests.
+        # Half of it is busy with the tiles of one request, so FA3 should split the keys of four requests in two.
         tiles = self.kv_heads * -(-PREFILL_TOKENS * (self.heads // self.kv_heads) // 128)
         small_gpu = SimpleNamespace(multi_processor_count=2 * tiles)
         with patch.object(torch.cuda, "get_device_properties", lambda device: small_gpu):
@@ -317,7 +316,7 @@ class Blocks:
         layers = [self.layer(*mask) for mask in masks] * 2
 
         # Requests and splits of FA3's calls.
-        calls, attend = [], flashattention_backend.flash_attn_with_kvcache
+        calls, attend = [], backend.flash_attn_with_kvcache
 
         def record_call(page_table: torch.Tensor, num_splits: int, **arguments) -> torch.Tensor:
             calls.append((len(page_table), num_splits))
@@ -332,12 +331,12 @@ class Blocks:
                 outputs.append(output.clone())
             return outputs
 
-        flashattention_backend.flash_attn_with_kvcache = record_call
+        backend.flash_attn_with_kvcache = record_call
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         with graphs.capture_session(torch.cuda.Stream() if device == "cuda" else None):
             graphs.capture_one(ShapeKey(PREFILL_TOKENS), forward)
         of_all, of_few = dict.fromkeys(calls)
-        assert of_all == (PREFILL_REQUESTS, 1) and of_few == (4, 0)
+        assert of_all == (PREFILL_REQUESTS, 1) and of_few == (4, 2)
         errors = {}
         for rows in PREFILLS:
             self.fill_pool()
@@ -361,7 +360,6 @@ class Blocks:
             for index, (output, mask) in enumerate(zip(outputs, masks * 2)):
                 key = (len(rows), index % len(masks))
                 errors[key] = max(errors.get(key, 0.0), self.error(output[: len(inputs[0])], *mask, rows))
-        flashattention_backend.flash_attn_with_kvcache = attend
         return errors
 
     def error(self, output: torch.Tensor, window: int | None, causal: bool, rows: list[int] | None = None) -> float:
