@@ -147,6 +147,18 @@ def _is_sliding(layer: RadixAttention) -> bool:
     return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
 
+def is_plain_backend(backend, dtype: torch.dtype) -> bool:
+    """Return whether attention of a target in `dtype` can be that of :func:`attend`."""
+    return (
+        backend.fa_impl_ver == 3
+        and backend.kv_cache_dtype == dtype
+        and not backend.use_mla
+        and backend.local_attn_builder is None
+        and not backend.fa_skip_kv_cache
+        and not backend._disable_scheduler_metadata_precompute
+    )
+
+
 def _is_plain(
     recording: _Recording,
     backend,
@@ -159,15 +171,10 @@ def _is_plain(
     mode = forward_batch.forward_mode
     return (
         (mode == ForwardMode.EXTEND if recording.is_prefill else mode.is_target_verify())
+        and is_plain_backend(backend, q.dtype)
         and all(option is None or option is False for option in options.values())
-        and backend.fa_impl_ver == 3
-        and backend.kv_cache_dtype == q.dtype
         # SGLang passes scales to FA3 wherever a flag names the KV's dtype, even the model's.
         and (backend.kv_cache_dtype_str == "auto" or layer.k_scale is None)
-        and not backend.use_mla
-        and backend.local_attn_builder is None
-        and not backend.fa_skip_kv_cache
-        and not backend._disable_scheduler_metadata_precompute
         and not layer.is_cross_attention
         and layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     )

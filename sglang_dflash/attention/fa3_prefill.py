@@ -1,10 +1,10 @@
 """CUDA graphs of whole prefills on FA3, without work for requests that a prefill does not have.
 
-SGLang's graph of a whole prefill has a fixed number of requests. For few tiles of queries FA3 divides the keys among
+SGLang's graph of a whole prefill has a fixed number of requests. For few tiles of queries FA3 splits the keys among
 thread blocks, and merges the parts in one more launch. That launch has thread blocks for the most tokens of every
-request: with 256 tokens and 64 requests it takes 45 us in each layer, three times as long as the attention
-(scripts/results/cycle_notes.md). So prefills of few tokens have two graphs. The one for few requests splits keys. More
-requests have enough tiles without splits.
+request. Attention of 256 tokens takes 59 us in each layer of a graph for 64 requests, and 13 for one
+(scripts/results/cycle_notes.md). So sizes of few tokens have two graphs. The one for few requests splits keys. More
+requests fill half of the GPU without splits.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import Bas
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.runtime_context import get_exec
 
-from sglang_dflash.attention.fa3 import prefill_of
+from sglang_dflash.attention.fa3 import is_plain_backend, prefill_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
-# Rows of a tile of FA3. The heads that share a KV head are rows of the same tile.
-_TILE_ROWS = 128
 _FEW_REQUESTS = "few_requests"
 
 
-def splits(num_tokens: int, heads: int, kv_heads: int, num_sms: int) -> tuple[int, int]:
+def splits(num_tokens: int, heads: int, kv_heads: int, head_dim: int, num_sms: int) -> tuple[int, int]:
     """Return how many times FA3 should split the keys in a prefill of few requests, and the most of these.
 
-    Splits help if the tiles of one request leave half of the GPU idle. More requests have more tiles.
+    Splits help if the tiles of one request leave half of the GPU idle. Each further request adds a tile per KV head.
 
     Args:
-        num_tokens: size of the graph. The merge has thread blocks for so many tokens of every request.
+        num_tokens: size of the graph.
         heads, kv_heads: of this rank.
         num_sms: multiprocessors of the GPU, each of which runs one thread block of FA3.
 
     Returns:
         Splits of each tile's keys, and requests. (1, 0): keys should not be split.
     """
-    tiles = kv_heads * -(-num_tokens * (heads // kv_heads) // _TILE_ROWS)
-    return (num_sms // tiles, 2 * num_sms // tiles) if 2 * tiles <= num_sms else (1, 0)
+    # Heads that share a KV head are rows of the same tile.
+    tile_rows = 128 if head_dim > 96 else 192
+    tiles = kv_heads * -(-num_tokens * (heads // kv_heads) // tile_rows)
+    return (num_sms // tiles, num_sms // (2 * kv_heads)) if 2 * tiles <= num_sms else (1, 0)
 
 
 class PrefillGraphs(FullCudaGraphBackend):
@@ -68,8 +68,11 @@ class PrefillGraphs(FullCudaGraphBackend):
         capture_inputs: Any | None = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        backend, most = self._runner.model_runner.attn_backend, self._runner._capture_req_slots
-        num_splits, few = splits(shape_key.size, backend.num_attention_heads, backend.num_kv_heads, self._num_sms)
+        backend = self._runner.model_runner.attn_backend
+        # Each request has a token.
+        most = min(self._runner._capture_req_slots, shape_key.size)
+        heads = (backend.num_attention_heads, backend.num_kv_heads, backend.head_dim)
+        num_splits, few = splits(shape_key.size, *heads, self._num_sms)
         if backend.num_splits == 1:
             # Deterministic inference.
             num_splits, few = 1, 0
@@ -98,11 +101,11 @@ def resolve_prefill_backend(original, runner: PrefillCudaGraphRunner) -> BaseCud
     backend, model_runner = original(runner), runner.model_runner
     if type(backend) is not FullCudaGraphBackend or not model_runner.spec_algorithm.is_dflash():
         return backend
-    # Imported here: only a scheduler with a GPU needs it.
+    # Without a GPU, SGLang cannot import it.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
     attention = model_runner.attn_backend
-    if not isinstance(attention, FlashAttentionBackend) or attention.fa_impl_ver != 3 or attention.use_mla:
+    if not isinstance(attention, FlashAttentionBackend) or not is_plain_backend(attention, model_runner.dtype):
         return backend
     num_sms = torch.cuda.get_device_properties(runner.device).multi_processor_count
     memory_saver = get_exec().features.enable_memory_saver

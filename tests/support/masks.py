@@ -30,15 +30,15 @@ from models.tiny import DRAFTER_DIR, TARGET_DIR
 BLOCK_SIZE = 16
 # Shorter than the block; not a multiple of a page.
 WINDOWS = [8, 50]
-# Shorter than the second window, equal to it, one longer, much longer.
-CONTEXT_LENS = [1, 49, 50, 51, 200, 16]
+# Shorter than the second window, equal to it, one longer, much longer. The last one has two of FA3's tiles of keys.
+CONTEXT_LENS = [1, 49, 50, 51, 200, 16, 170]
 # The target's. The block of the longest request ends after it, also past the last page of 1, 16 or 64 tokens. Blocks
 # that are drafted before the scheduler knows that their request has ended do so too.
 CONTEXT_LIMIT = 192
 # Requests and tokens of a graph of a whole prefill.
 PREFILL_REQUESTS, PREFILL_TOKENS = 12, 96
-# Requests of each prefill, as indices of CONTEXT_LENS. All are within the limit.
-PREFILLS = [[3], [1, 5], [0, 1, 2, 3, 5]]
+# Requests of each prefill, as indices of CONTEXT_LENS. All are within the limit. Four are few, and five are not.
+PREFILLS = [[6], [1, 3, 5, 6], [0, 1, 3, 5, 6]]
 
 
 def model_runner(backend: str, dtype: str, page_size: int, heads: int, kv_heads: int, head_dim: int):
@@ -286,14 +286,16 @@ class Blocks:
         runner = SimpleNamespace(
             device=device,
             device_module=torch.get_device_module(device),
-            model_runner=SimpleNamespace(attn_backend=backend, spec_algorithm=self.runner.spec_algorithm),
+            model_runner=SimpleNamespace(
+                attn_backend=backend, spec_algorithm=self.runner.spec_algorithm, dtype=self.runner.dtype
+            ),
             _capture_req_slots=PREFILL_REQUESTS,
         )
-        # Half of it is busy with the tiles of one request, so FA3 should split the keys of four requests in two.
-        tiles = self.kv_heads * -(-PREFILL_TOKENS * (self.heads // self.kv_heads) // 128)
-        small_gpu = SimpleNamespace(multi_processor_count=2 * tiles)
+        # The tiles of one request leave half of it idle, and those of four do not.
+        small_gpu = SimpleNamespace(multi_processor_count=8 * self.kv_heads)
         with patch.object(torch.cuda, "get_device_properties", lambda device: small_gpu):
             graphs = resolve_prefill_backend(FullCudaGraphBackend, runner)
+            self.check_refusals(backend, runner)
         first = torch.arange(PREFILL_REQUESTS) == 0
         lens = torch.where(first, PREFILL_TOKENS, 0)
         tokens = torch.zeros(PREFILL_TOKENS, dtype=torch.int64, device=device)
@@ -311,7 +313,7 @@ class Blocks:
         )
         self.runner.kv_index_translator.bind_runner_slots(batch)
         static_inputs = [x.new_zeros(PREFILL_TOKENS, *x.shape[1:]) for x in self.inputs()]
-        # SGLang gives all layers the same output.
+        # Attention writes its output there.
         batch._attn_output = torch.zeros_like(static_inputs[0])
         layers = [self.layer(*mask) for mask in masks] * 2
 
@@ -335,9 +337,14 @@ class Blocks:
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         with graphs.capture_session(torch.cuda.Stream() if device == "cuda" else None):
             graphs.capture_one(ShapeKey(PREFILL_TOKENS), forward)
-        of_all, of_few = dict.fromkeys(calls)
-        assert of_all == (PREFILL_REQUESTS, 1) and of_few == (4, 2)
-        errors = {}
+        (of_all, not_split), (of_few, are_split) = dict.fromkeys(calls)
+        assert (of_all, not_split, of_few) == (PREFILL_REQUESTS, 1, 4) and are_split > 1
+        variants, replay, errors = [], FullCudaGraphBackend.replay, {}
+
+        def record_variant(graphs, shape_key: ShapeKey, batch) -> list[torch.Tensor]:
+            variants.append(shape_key.attention_variant)
+            return replay(graphs, shape_key, batch)
+
         for rows in PREFILLS:
             self.fill_pool()
             inputs = self.inputs(rows)
@@ -353,14 +360,34 @@ class Blocks:
             # Sliding layers have other slots in each prefill.
             self.runner.kv_index_translator.bind_runner_slots(prepared)
             backend.init_forward_metadata_out_graph(prepared)
-            calls.clear()
-            outputs = graphs.replay(ShapeKey(PREFILL_TOKENS), SimpleNamespace(batch_size=len(rows)))
-            # A real graph calls nothing.
-            assert set(calls) <= {of_few if len(rows) <= of_few[0] else of_all}
+            with patch.object(FullCudaGraphBackend, "replay", record_variant):
+                outputs = graphs.replay(ShapeKey(PREFILL_TOKENS), SimpleNamespace(batch_size=len(rows)))
+            assert (variants.pop() is not None) == (len(rows) <= of_few)
             for index, (output, mask) in enumerate(zip(outputs, masks * 2)):
                 key = (len(rows), index % len(masks))
                 errors[key] = max(errors.get(key, 0.0), self.error(output[: len(inputs[0])], *mask, rows))
         return errors
+
+    def check_refusals(self, backend, runner: SimpleNamespace) -> None:
+        """Check that SGLang's graphs are kept where FA3's attention is not plain, or serves no target of DFLASH."""
+        from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        from sglang_dflash.attention.fa3_prefill import resolve_prefill_backend
+
+        model_runner = runner.model_runner
+        for owner, name, value in (
+            (model_runner, "spec_algorithm", SpeculativeAlgorithm.NONE),
+            (model_runner, "attn_backend", SimpleNamespace()),
+            (model_runner, "dtype", torch.float64),
+            (backend, "fa_impl_ver", 4),
+            (backend, "use_mla", True),
+            (backend, "_disable_scheduler_metadata_precompute", True),
+        ):
+            with patch.object(owner, name, value):
+                assert type(resolve_prefill_backend(FullCudaGraphBackend, runner)) is FullCudaGraphBackend, name
+        parts = resolve_prefill_backend(lambda runner: runner, runner)
+        assert parts is runner
 
     def error(self, output: torch.Tensor, window: int | None, causal: bool, rows: list[int] | None = None) -> float:
         """Return the largest error of an output, relative to the largest expected value of its token and head.

@@ -32,8 +32,8 @@ from sglang_dflash.ops.reference.shortlist_top import (
 from sglang_dflash.ops.reference.split_rows import LARGEST as LARGEST_INT8
 
 _TILE = 128
-# Rows of a tile: the least that a tensor core takes, and the most with which two thread blocks run at a time on each
-# multiprocessor. So one computes groups while the other one multiplies.
+# Rows of a tile: the least that a tensor core takes, and the most with which two thread blocks of float8 run at a time
+# on each multiprocessor. So one computes groups while the other one multiplies.
 _MIN_ROWS, _MAX_ROWS = 16, 128
 # Depth read at a time, stages, warps. The fastest of those measured. For int4 per maximum of rows in a tile.
 _INT4_TILINGS = {32: (DEPTH, 4, 4), MAX_INT4_ROWS: (DEPTH, 4, 8)}
