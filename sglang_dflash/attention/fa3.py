@@ -24,16 +24,18 @@ class _Recording:
     """A forward that is being recorded.
 
     Attributes:
-        is_prefill: it is a prefill. Otherwise it is a cycle with blocks.
-        num_requests: the first requests of its metadata, which attention reads. None: all.
+        num_requests: the requests of a prefill, the first ones of its metadata. None: it is a cycle with blocks of all.
         num_splits: of the keys of a tile of queries, at most. None: the backend's.
         schedules: by what they depend on.
     """
 
-    is_prefill: bool = False
     num_requests: int | None = None
     num_splits: int | None = None
     schedules: dict[tuple, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_requests is not None
 
 
 # Forwards of a process run one at a time.
@@ -41,29 +43,17 @@ _recording: _Recording | None = None
 
 
 @contextmanager
-def shared_schedules() -> Iterator[None]:
-    """Share schedules among the layers of a cycle inside the `with` block, in which lengths must not change."""
-    with _set_recording(_Recording()):
-        yield
-
-
-@contextmanager
-def prefill_of(num_requests: int, num_splits: int) -> Iterator[None]:
-    """Share schedules among the layers of a prefill inside the `with` block, in which lengths must not change.
+def shared_schedules(num_requests: int | None = None, num_splits: int | None = None) -> Iterator[None]:
+    """Share schedules among layers inside the `with` block, in which lengths must not change.
 
     Args:
-        num_requests: the first requests of the metadata, which have all tokens.
-        num_splits: of the keys of a tile of queries, at most. FA3's own choice (0) would be another one in the schedule
-            than in the attention: a schedule does not know that all requests together have `max_seqlen_q` tokens.
+        num_requests: of a prefill, the first requests of the metadata, which have all tokens. None: it is a cycle.
+        num_splits: of a prefill, of the keys of a tile of queries, at most. FA3's own choice (0) would be another one
+            in the schedule than in the attention: a schedule does not know that all requests together have
+            `max_seqlen_q` tokens.
     """
-    with _set_recording(_Recording(is_prefill=True, num_requests=num_requests, num_splits=num_splits)):
-        yield
-
-
-@contextmanager
-def _set_recording(recording: _Recording) -> Iterator[None]:
     global _recording
-    _recording = recording
+    _recording = _Recording(num_requests, num_splits)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import Bas
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.runtime_context import get_exec
 
-from sglang_dflash.attention.fa3 import is_plain_backend, prefill_of
+from sglang_dflash.attention.fa3 import is_plain_backend, shared_schedules
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
@@ -57,7 +57,7 @@ class PrefillGraphs(FullCudaGraphBackend):
             options: of :class:`FullCudaGraphBackend`.
         """
         super().__init__(runner, **options)
-        self._runner, self._num_sms = runner, num_sms
+        self._num_sms = num_sms
         # By size: the most requests that the graph for few requests takes.
         self._few: dict[int, int] = {}
 
@@ -68,23 +68,22 @@ class PrefillGraphs(FullCudaGraphBackend):
         capture_inputs: Any | None = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        backend = self._runner.model_runner.attn_backend
+        runner = self._cuda_graph_runner
+        backend = runner.model_runner.attn_backend
         # Each request has a token.
-        most = min(self._runner._capture_req_slots, shape_key.size)
+        most = min(runner._capture_req_slots, shape_key.size)
         heads = (backend.num_attention_heads, backend.num_kv_heads, backend.head_dim)
         num_splits, few = splits(shape_key.size, *heads, self._num_sms)
         if backend.num_splits == 1:
             # Deterministic inference.
             num_splits, few = 1, 0
-
-        def capture(key: ShapeKey, num_requests: int, num_splits: int) -> None:
-            forward = prefill_of(num_requests, num_splits)(forward_fn)
-            super(PrefillGraphs, self).capture_one(key, forward, capture_inputs, post_warmup_hook)
-
-        capture(shape_key, most, num_splits if few >= most else 1)
+        graphs = [(shape_key, most, num_splits if few >= most else 1)]
         if 0 < few < most:
             self._few[shape_key.size] = few
-            capture(_of_few(shape_key), few, num_splits)
+            graphs.append((_of_few(shape_key), few, num_splits))
+        for key, *arguments in graphs:
+            forward = shared_schedules(*arguments)(forward_fn)
+            super().capture_one(key, forward, capture_inputs, post_warmup_hook)
 
     def replay(self, shape_key: ShapeKey, static_forward_batch: ForwardBatch, **kwargs) -> Any:
         if static_forward_batch.batch_size <= self._few.get(shape_key.size, 0):

@@ -15,6 +15,7 @@ Without a GPU, fa3 is SGLang's backend over `fa3_stand_in`.
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ BLOCK_SIZE = 16
 WINDOWS = [8, 50]
 # Shorter than the second window, equal to it, one longer, much longer. The last one has two of FA3's tiles of keys.
 CONTEXT_LENS = [1, 49, 50, 51, 200, 16, 170]
+EVERY_ROW = range(len(CONTEXT_LENS))
 # The target's. The block of the longest request ends after it, also past the last page of 1, 16 or 64 tokens. Blocks
 # that are drafted before the scheduler knows that their request has ended do so too.
 CONTEXT_LIMIT = 192
@@ -152,9 +154,8 @@ class Blocks:
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
 
-    def inputs(self, rows: list[int] | None = None) -> list[torch.Tensor]:
+    def inputs(self, rows: Sequence[int] = EVERY_ROW) -> list[torch.Tensor]:
         """Return queries, keys and values of the blocks of some requests as a layer passes them to its backend."""
-        rows = range(len(CONTEXT_LENS)) if rows is None else rows
         keys, values = (torch.cat([each[row][-BLOCK_SIZE:] for row in rows]) for each in (self.keys, self.values))
         return [torch.cat([self.queries[row] for row in rows]).flatten(1), keys, values]
 
@@ -296,18 +297,17 @@ class Blocks:
         with patch.object(torch.cuda, "get_device_properties", lambda device: small_gpu):
             graphs = resolve_prefill_backend(FullCudaGraphBackend, runner)
             self.check_refusals(backend, runner)
-        first = torch.arange(PREFILL_REQUESTS) == 0
-        lens = torch.where(first, PREFILL_TOKENS, 0)
+        lens = torch.where(torch.arange(PREFILL_REQUESTS) == 0, PREFILL_TOKENS, 0)
         tokens = torch.zeros(PREFILL_TOKENS, dtype=torch.int64, device=device)
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=PREFILL_REQUESTS,
             input_ids=tokens,
             req_pool_indices=torch.zeros(PREFILL_REQUESTS, dtype=torch.int64, device=device),
-            seq_lens=torch.where(first, PREFILL_TOKENS, 0).to(device),
+            seq_lens=lens.to(device, copy=True),
             seq_lens_cpu=lens,
             seq_lens_sum=PREFILL_TOKENS,
-            extend_seq_lens=torch.where(first, PREFILL_TOKENS, 0).to(device),
+            extend_seq_lens=lens.to(device, copy=True),
             out_cache_loc=tokens.clone(),
             positions=tokens.clone(),
         )
@@ -389,26 +389,15 @@ class Blocks:
         parts = resolve_prefill_backend(lambda runner: runner, runner)
         assert parts is runner
 
-    def error(self, output: torch.Tensor, window: int | None, causal: bool, rows: list[int] | None = None) -> float:
+    def error(self, output: torch.Tensor, window: int | None, causal: bool, rows: Sequence[int] = EVERY_ROW) -> float:
         """Return the largest error of an output, relative to the largest expected value of its token and head.
 
         A token that sees few keys has large outputs and large rounding errors, but one key more or less changes them
         more.
         """
-        rows = range(len(CONTEXT_LENS)) if rows is None else rows
-        expected = torch.cat(
-            [
-                dense_attention(
-                    self.queries[row],
-                    self.keys[row],
-                    self.values[row],
-                    window=window,
-                    causal=causal,
-                    scale=self.head_dim**-0.5,
-                )
-                for row in rows
-            ]
-        )
+        scale = self.head_dim**-0.5
+        blocks = [(self.queries[row], self.keys[row], self.values[row]) for row in rows]
+        expected = torch.cat([dense_attention(*each, window=window, causal=causal, scale=scale) for each in blocks])
         difference = (output.view_as(expected).double() - expected).abs()
         relative = difference.amax(-1) / expected.abs().amax(-1)
         # NaN must count as an error, but no comparison with NaN is true.
