@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -118,11 +119,14 @@ def _malformed(req: Req) -> str | None:
     if not ids:
         return "input_ids is empty: give at least one token."
     # Hashes of images, from an earlier turn of a session, are outside of the vocabulary.
-    if req.multimodal_inputs is None and not (min(ids) >= 0 and max(ids) < req.vocab_size):
-        outside = next(token for token in ids if not 0 <= token < req.vocab_size)
-        return (
-            f"input_ids has {outside}, which is not a token of the model: give integers from 0 to {req.vocab_size - 1}."
-        )
+    if req.multimodal_inputs is None:
+        tokens = np.asarray(ids)
+        outside = tokens[(tokens < 0) | (tokens >= req.vocab_size)]
+        if outside.size:
+            return (
+                f"input_ids has {outside[0]}, which is not a token of the model: give integers from 0 to "
+                f"{req.vocab_size - 1}."
+            )
     params = req.sampling_params
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         return f"min_p={params.min_p} is not supported with --enable-deterministic-inference: leave it out."
