@@ -23,6 +23,7 @@ from sglang_dflash.requests.validate import (
     check_logprobs,
     check_positions,
     check_read_params,
+    not_a_token,
 )
 from sglang_dflash.server_args.arguments import serves_dflash
 
@@ -123,10 +124,7 @@ def _malformed(req: Req) -> str | None:
         tokens = np.asarray(ids)
         outside = tokens[(tokens < 0) | (tokens >= req.vocab_size)]
         if outside.size:
-            return (
-                f"input_ids has {outside[0]}, which is not a token of the model: give integers from 0 to "
-                f"{req.vocab_size - 1}."
-            )
+            return not_a_token(int(outside[0]), req.vocab_size)
     params = req.sampling_params
     if params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
         return f"min_p={params.min_p} is not supported with --enable-deterministic-inference: leave it out."

@@ -198,9 +198,12 @@ def _check_tokens(prompt: list, vocab_size: int) -> None:
     # SGLang would end such a request in the scheduler, but --log-requests decodes its tokens before.
     for token in prompt:
         if not (type(token) is int and 0 <= token < vocab_size):
-            raise ValueError(
-                f"input_ids has {token!r}, which is not a token of the model: give integers from 0 to {vocab_size - 1}."
-            )
+            raise ValueError(not_a_token(token, vocab_size))
+
+
+def not_a_token(token: object, vocab_size: int) -> str:
+    """Return the message for an element of `input_ids` that is not a token of the model."""
+    return f"input_ids has {token!r}, which is not a token of the model: give integers from 0 to {vocab_size - 1}."
 
 
 def check_embeddings(prompt: list, hidden_size: int) -> None:
